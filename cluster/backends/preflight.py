@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from cluster.agent import scripts
 from cluster.errors import ClusterError, GpusHeldError, LaunchError, NameTakenError, PortTakenError, UsageError
-from cluster.runtimes import ARCHITECTURES, NEWER_DRIVER, RUNTIMES, driver_problem, short_id
-from cluster.spec.defaults import DEFAULT_IMAGE, listed_gpus
+from cluster.runtimes import ARCHITECTURES, DOCKER, NEWER_DRIVER, RUNTIMES, driver_problem, short_id
+from cluster.spec.defaults import DEFAULT_IMAGE, how_to_get, listed_gpus
 from cluster.spec.model import Gpu, Machine, Plan
 
 #: The exit code of agent/start.sh and agent/compose_up.sh if another job holds a GPU.
@@ -59,7 +59,8 @@ def problems(plan: Plan, machine: Machine, report: Sequence[str]) -> list[UsageE
             why = f"cannot reach the master at {text}"
             hint = "to see which addresses and ports work: clusterctl doctor"
         elif word == "no_image":
-            why, hint = f"no image {plan.job.image}", "copy it from this machine: add --push to the command"
+            why, hint = f"no image {plan.job.image}", "to copy it from this machine, add --push to the command"
+            hint += f"; if this machine does not have it either: {how_to_get(plan.job.image, DOCKER.name)}"
             if plan.job.image != DEFAULT_IMAGE:
                 hint += f"; or on {where}: {machine.runtime} pull {plan.job.image}"
         elif word == "missing":

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.agent import scripts
 from cluster.backends import BACKENDS
-from cluster.doctor import engine, machine, network
+from cluster.doctor import engine, here, machine, network
 from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Say, exit_code, judge, parse, with_note
 from cluster.errors import ClusterError, UnreachableError, UsageError, near_or_all
 from cluster.runtimes import DOCKER
@@ -38,9 +38,9 @@ CHECKS: dict[str, Check] = {
     "wsl": machine.wsl,
 }
 #: All checks in the order of the report. --skip accepts all except the login.
-ORDER = ("login", *CHECKS, "orphans", "data", "reachable", "link")
+ORDER = ("login", "here", *CHECKS, "orphans", "data", "reachable", "link")
 #: The checks of a cluster of which no machine is known.
-_LAUNCH = ("login", "launch", "orphans")
+_LAUNCH = ("login", "here", "launch", "orphans")
 #: The all-reduce is not tried if one of these checks fails.
 _NEEDED_FOR_LINK = ("address", "names", "runtime", "image", "architecture", "versions", "reachable")
 
@@ -92,6 +92,8 @@ def examine(
         findings = _examine_launch(inventory, image or DEFAULT_IMAGE, nodes, gpus)
     else:
         findings = _examine_machines(inventory, image or DEFAULT_IMAGE, data, skip, say)
+    if "here" not in skip:
+        findings += here.examine(inventory)
     if "orphans" not in skip:
         say("looking for orphans")
         findings += _orphans(inventory, supervised, silent=[each.node for each in findings if each.is_silent])
@@ -154,8 +156,8 @@ def _probe_all(inventory: Inventory, image: str) -> tuple[NodeFacts, list[Findin
     addresses = list(dict.fromkeys(node.address for node in inventory.machines if node.address))
     image_id = ""
     with suppress(ClusterError):  # this machine may have no docker
-        here = LocalShell().run([DOCKER.name, "image", "inspect", "--format", "{{.Id}}", image], timeout_s=15)
-        image_id = "" if here.code else here.out.strip()
+        inspected = LocalShell().run([DOCKER.name, "image", "inspect", "--format", "{{.Id}}", image], timeout_s=15)
+        image_id = "" if inspected.code else inspected.out.strip()
     findings, facts, clock_s = [], {}, {}
     results = each(inventory.machines, lambda node: _probe(node, image, addresses))
     for node in inventory.machines:

@@ -229,4 +229,4 @@ CHECKS: dict[str, Check] = {
     "run_dir": machine.run_dir,
 }
 #: All checks in the order of the report. --skip accepts all except the login.
-ORDER = ("login", "request", "data", "job", *CHECKS, "orphans")
+ORDER = ("login", "here", "request", "data", "job", *CHECKS, "orphans")

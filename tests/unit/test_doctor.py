@@ -1,15 +1,17 @@
 """Checks of doctor on recorded facts of nodes."""
 
+import os
+import subprocess
 from dataclasses import replace
 
 import pytest
 
 from cluster.backends.base import FoundJob
-from cluster.doctor import CHECKS, exit_code, machine, network
+from cluster.doctor import CHECKS, exit_code, here, machine, network
 from cluster.doctor.findings import Facts, Finding, NodeFacts, judge, parse
 from cluster.doctor.network import judge_connections
 from cluster.errors import ClusterError, UnreachableError
-from cluster.spec.model import Machine
+from cluster.spec.model import Inventory, Machine
 
 HEALTHY = """
 user=ada
@@ -293,3 +295,30 @@ def test_the_link_is_measured_on_the_first_gpu_of_the_node(runtime, options, vis
     words = list(network._all_reduce_command(node, what, "doctor-1", gpus=True))
     assert [word for word in words if word in options] == options
     assert any(word.endswith(f"CUDA_VISIBLE_DEVICES={visible}") for word in words)
+
+
+SSH = Inventory((Machine("gpu-a", "10.0.0.1", login="gpu-a"),))
+
+
+def test_a_program_that_this_machine_lacks_is_a_failure(monkeypatch, tmp_path):
+    (tmp_path / "ssh").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (finding,) = here.examine(SSH)
+    assert (finding.check, finding.node, finding.level) == ("here", "this machine", "failure")
+    assert (finding.detail, finding.fix) == ("rsync is not installed", "sudo apt-get install rsync")
+    (tmp_path / "rsync").touch(mode=0o755)
+    assert [finding.level for finding in here.examine(SSH)] == ["ok"]
+    (finding,) = here.examine(replace(SSH, backend="kubernetes"))
+    assert (finding.level, "kubectl" in finding.detail) == ("failure", True)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk_of_this_machine_is_a_failure(monkeypatch, tmp_path):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        monkeypatch.chdir(tmp_path)
+        details = [finding.detail for finding in here.examine(SSH)]
+    finally:
+        monkeypatch.undo()
+        subprocess.run(["umount", str(tmp_path)], check=True)
+    assert f"1 MB free for the results in {tmp_path}" in details
