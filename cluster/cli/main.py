@@ -83,14 +83,11 @@ def _terminate(*_: object) -> NoReturn:
 
 
 def main() -> None:
-    """Run the command line. Print a ClusterError as `error:` and `hint:` lines, and exit with its code.
-
-    By default SIGTERM and SIGHUP would end this process alone, and not what it has started.
-    """
+    """Run the command line, with a closed pipe as a closed terminal."""
     streams.take()
     code: str | int | None = 0
     try:
-        _run()
+        run()
     except SystemExit as end:
         code = end.code
     finally:
@@ -98,7 +95,11 @@ def main() -> None:
     sys.exit(EXIT_HANGUP if streams.is_closed() and code in (None, 0, EXIT_INTERRUPTED) else code)
 
 
-def _run() -> None:
+def run() -> None:
+    """Run the command line. Print a ClusterError as `error:` and `hint:` lines, and exit with its code.
+
+    By default SIGTERM and SIGHUP would end this process alone, and not what it has started.
+    """
     wake_main_thread()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP

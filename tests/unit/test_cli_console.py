@@ -93,7 +93,7 @@ def test_an_error_cannot_control_the_terminal(
 
     monkeypatch.setattr(main, "app", fail)
     with pytest.raises(SystemExit, match="2"):
-        main.main()
+        main.run()
     assert capsys.readouterr().err == "error: n0: ssh: abcdefgchijklm\nhint: abcdefgchijklm\n"
 
 
