@@ -38,19 +38,24 @@ run) while [ "$1" != -c ]; do shift; done; exec python3 "$@" ;;
 esac
 """
 
-#: docker with compose. A container runs as long as the file with its project's name exists.
+#: docker with compose. A container runs as long as the file with its project's name exists, which has its labels.
 DOCKER_COMPOSE = """#!/bin/sh
-for word; do project=${word#label=com.docker.compose.project=}; [ "$project" = "$word" ] || break; done
+labelled() { # the projects with the label in the arguments
+    for word; do case $word in label=*) wanted=${word#label=} ;; esac; done
+    grep -lxF "$wanted" CONTAINERS/* 2> /dev/null | sed 's:.*/::'
+}
 case "$*" in
-"compose -p "*" up "*) cat > /dev/null; touch "CONTAINERS/$3" ;;
-"compose -p "*" down "*) rm -f "CONTAINERS/$3" ;;
+"compose -p "*" up "*)
+    sed -n 's/.*CLUSTER_LAUNCH_ID: /CLUSTER_LAUNCH_ID=/p' > "CONTAINERS/$3"
+    echo "com.docker.compose.project=$3" >> "CONTAINERS/$3" ;;
 compose*) echo 2.26.1 ;;
 version*) echo 27.5.1 ;;
 image*) echo sha256:1234 amd64 ;;
 inspect*)
     [ -e "CONTAINERS/${4%-node-0}" ] || { echo "Error: No such container: $4" >&2; exit 1; }
     echo "[{\\"Name\\": \\"/$4\\", \\"State\\": {\\"Status\\": \\"running\\", \\"Running\\": true}}]" ;;
-ps*) [ ! -e "CONTAINERS/$project" ] || echo "$project" ;;
+ps*) labelled "$@" ;;
+rm*) for word; do rm -f "CONTAINERS/$word"; done ;;
 wait*) while [ -e "CONTAINERS/$2" ]; do sleep 0.05; done ;;
 esac
 """
