@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Prints those of the launch IDs that have a job in Slurm's queue. The arguments are pairs: a launch ID and its job's name.
+# Prints the launch IDs that have a job in Slurm's queue. The arguments are pairs: a launch ID and its job's name.
 # Fails if the queue does not answer.
 clear_slurm
 while [ $# -gt 0 ]; do

@@ -355,9 +355,9 @@ def stop(job_id: str, records: JobStore, grace_s: float | None = None) -> tuple[
     """Stop a job on every node, wait until it ends, and collect its results. Safe to repeat.
 
     Ranks that have not ended `grace_s` after SIGTERM are killed; None: after the time that the job was launched with.
-    A second call with a shorter time shortens a stop that is under way. Of a job that has ended only the results are
-    collected, unless something of it may be left. Return the record, and one sentence for each result that could not be
-    collected.
+    A second call with a shorter time shortens a stop that is under way. If the job has ended and nothing of it is left
+    on the machines, only its results are collected. Return the record, and one sentence for each result that could not
+    be collected.
     """
     record = records.load(job_id)
     try:

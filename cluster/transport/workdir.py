@@ -82,7 +82,7 @@ def scan(folder: str, without: Sequence[str] = (), limit: int = LIMIT_BYTES) -> 
 
 
 def secrets(folder: str, names: Iterable[str]) -> list[str]:
-    """Return those of a folder's files that usually hold a secret, unless a line `!NAME` of .clusterignore sends them.
+    """Return a folder's files that usually hold secrets, without those that a line `!NAME` of .clusterignore sends.
 
     Links are not among them: they travel as links. Raises UsageError for a .clusterignore that cannot be read.
     """

@@ -73,7 +73,7 @@ def list_split(spec: DataYaml) -> Listing:
         first = next(iter(renamed))
         what = f"{first}: found as {renamed[first]}{first_of(len(renamed))}"
         faults.append(Fault(*images[first], what, "nothing needs to be changed", warning=True))
-        # A file that the list names, too, stays that of its own line.
+        # If the list also names a file in its own form, that line counts.
         images = {
             renamed.get(path, path): images[path] for path in sorted(images, key=lambda path: path not in renamed)
         }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 GREY = "#c4c4c4"
-_LONGEST_TICK = 24  # characters of a class's name
+_LONGEST_TICK = 20  # characters of a class's name
 _MOST_TICKS = 100  # more classes have no names below their bars
 _MOST_NAMED = 6  # of more classes only those with the lowest AP have a colour and a name
 _COLOURS = (RED, ORANGE, GREEN, PURPLE, SKY, "#8c6d31")
