@@ -229,3 +229,11 @@ def test_a_folder_that_cannot_be_written_names_both_users() -> None:
             checkpoint_file.make_run_dir(environment, project, "train", False)
         assert f"we are uid {os.getuid()}" in error.value.message
         assert "belongs to uid" in error.value.message
+
+
+@pytest.mark.parametrize(("project", "name"), [("runs\udcff", "train"), ("runs", "\udcfftrain")])
+def test_a_run_folder_that_is_not_utf8_is_refused_before_it_is_made(tmp_path, monkeypatch, project, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TrainerError, match="not UTF-8"):
+        checkpoint_file.make_run_dir({}, project, name, exist_ok=False)
+    assert list(tmp_path.iterdir()) == []

@@ -36,6 +36,9 @@ def make_run_dir(environment: Mapping[str, str], project: str, name: str, exist_
         check_writable(path)
         return path
     parent = Path(project)
+    for option, text in (("--project", project), ("--name", name)):
+        if not _is_utf8(text):
+            raise TrainerError(f"{option} {text}: not UTF-8, which TensorBoard's files need", "choose another name")
     try:
         parent.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
@@ -50,6 +53,15 @@ def make_run_dir(environment: Mapping[str, str], project: str, name: str, exist_
         raise TrainerError(what, "choose another folder with --project") from error
     check_writable(path)
     return path
+
+
+def _is_utf8(text: str) -> bool:
+    """Return whether a word of the command line was UTF-8. Python keeps other bytes as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_writable(path: Path) -> None:
