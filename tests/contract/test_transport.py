@@ -291,8 +291,13 @@ from cluster.spec.model import Machine
 from cluster.transport import process, reach
 node, port = Machine("gpu-a", "", login="silent", ssh_config=sys.argv[1]), int(sys.argv[2])
 
+def unanswered():
+    return Path("/proc/self/net/tcp").read_text().count(f":{port:04X} 02 ")  # SYN_SENT
+
+before = unanswered()  # the connections that fill the queue
+
 def interrupt():
-    while f":{port:04X} 02 " not in Path("/proc/self/net/tcp").read_text():  # SYN_SENT
+    while unanswered() == before:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
 
