@@ -1,5 +1,6 @@
 import math
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,7 +8,16 @@ from torch import nn
 
 from trainer.config import Hyp, Settings
 from trainer.engine.musgd import MuSGD
-from trainer.engine.optim import Ema, Rates, Schedule, build_optimizer, float_state, parameter_groups, set_rates
+from trainer.engine.optim import (
+    Ema,
+    Rates,
+    Schedule,
+    build_optimizer,
+    float_state,
+    parameter_groups,
+    set_rates,
+    too_few_steps,
+)
 from trainer.errors import TrainerError
 from trainer.models.yolo import build_yolo, load_cfg
 
@@ -35,6 +45,18 @@ def test_warmup_lasts_at_least_a_hundred_steps_unless_switched_off() -> None:
     assert Schedule(Hyp(), 3, 200, 16).warmup_steps == 600
     off = Schedule(Hyp(warmup_epochs=0), 3, 19, 16)
     assert off.at(0) == Rates(4, 0.01, 0.01, 0.937)
+
+
+def test_a_run_with_too_few_steps_is_noted() -> None:
+    """The number of epochs that a note suggests is enough: with it, there is no note."""
+    eight_images = Schedule(Hyp(), epochs=60, steps=1, batch=16)
+    assert "--epochs 300 or more" in too_few_steps(eight_images, has_weights=False)
+    assert not too_few_steps(replace(eight_images, epochs=300), has_weights=False)
+    assert "warms up for 100 steps" in too_few_steps(eight_images, has_weights=True)
+    assert not too_few_steps(replace(eight_images, hyp=Hyp(warmup_epochs=0)), has_weights=True)
+    assert not too_few_steps(replace(eight_images, kind="one-cycle"), has_weights=True)
+    assert too_few_steps(replace(eight_images, kind="one-cycle"), has_weights=False)
+    assert not too_few_steps(SCHEDULE, has_weights=False)
 
 
 @pytest.mark.parametrize(("batch", "expected"), [(16, 4), (20, 3), (32, 2), (64, 1), (256, 1), (1, 64)])

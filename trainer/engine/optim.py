@@ -91,6 +91,30 @@ class Schedule:
         return Rates(self.accumulate, lr, lr, hyp.momentum - (fast + (slow - fast) * turn))
 
 
+#: Fewer optimizer steps than these have not taught a network with random weights to find one box (8 images of bccd, 60
+#: and 300 steps of yolov5n and yolov8n: mAP50 0.04 and 0.41, 0.01 and 0.76; 2 cores, 2026-11-28).
+_FEWEST_STEPS = 200
+_ENOUGH_STEPS = 300
+
+
+def too_few_steps(schedule: Schedule, *, has_weights: bool) -> str:
+    """Return a note if a run has too few steps to learn, as with a first data set of a few images; else ""."""
+    steps = schedule.epochs * schedule.steps
+    warmup = 0 if schedule.kind == "one-cycle" else schedule.warmup_steps
+    if not has_weights and steps < _FEWEST_STEPS:
+        epochs = math.ceil(_ENOUGH_STEPS / schedule.steps)
+        return (
+            f"--epochs {schedule.epochs}: {steps} steps ({schedule.steps} per epoch) are too few to train from "
+            f"random weights; use --epochs {epochs} or more, or start from trained weights with --weights"
+        )
+    if steps <= warmup:
+        return (
+            f"--epochs {schedule.epochs}: the learning rate warms up for {warmup} steps, and the run has only {steps} "
+            f"({schedule.steps} per epoch); use more --epochs, or warmup_epochs: 0 in --hyp"
+        )
+    return ""
+
+
 def build_optimizer(model: nn.Module, name: str, hyp: Hyp, batch: int, groups: Sequence[Sequence[str]]) -> Optimizer:
     """Create SGD (nesterov), MuSGD, Adam or AdamW over the groups of parameter names that `parameter_groups` returns.
 

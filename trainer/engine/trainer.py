@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from trainer.config import Settings
+from trainer.config.presets import DIGITS
 from trainer.config.settings import layers
 from trainer.data.dataloader import on_side_stream
 from trainer.distributed import comm
@@ -20,7 +21,7 @@ from trainer.engine.display import TrainingDisplay
 from trainer.engine.evaluator import Evaluator
 from trainer.engine.events import Events
 from trainer.engine.meter import NONE, LossMeter
-from trainer.engine.optim import Schedule, ema_copy, parameter_groups
+from trainer.engine.optim import Schedule, ema_copy, parameter_groups, too_few_steps
 from trainer.engine.state import (
     NotFinite,
     StepResult,
@@ -80,6 +81,9 @@ class Trainer:
         for note in dict.fromkeys((*self.train_loader.notes, *self.evaluator.loader.notes)):
             self.display.print(note)
         self.schedule = Schedule(s.hyp, s.epochs, self.train_loader.steps, s.batch, s.schedule)
+        note = "" if s.data == DIGITS else too_few_steps(self.schedule, has_weights=bool(s.weights))
+        if note:
+            self.display.print(note)
         steps = s.epochs * self.train_loader.steps
         mode, note = choose_mode(s, device, world.size, steps, can_compile=self.task.can_compile)
         self.compilation = Compilation(mode, s, self.display.print)
