@@ -160,7 +160,7 @@ class _EventReader:
             if event["epoch"] != self._epoch:
                 self._epoch = event["epoch"]
                 self.screen.begin_epoch(event["epoch"], event["epochs"], event["steps"])
-            shown = ("epoch", "epochs", "step", "steps", "loss", "images_per_s", "eta_s")
+            shown = ("epoch", "epochs", "step", "steps", "loss", "images_per_s", "eta_s", "run_eta_s")
             self.screen.progress(**{key: _number(event[key]) for key in shown})
         if kind == contract.METRIC:
             self.screen.end_epoch()

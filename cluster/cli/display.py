@@ -88,13 +88,20 @@ def progress_line(progress: Progress, width: int) -> RenderableType:
     if progress.images_per_s is not None:
         words.append(f"{progress.images_per_s:.0f} images/s")
     if progress.eta_s is not None:
-        minutes, rest = divmod(round(progress.eta_s), 60)
-        words.append(f"epoch ends in {minutes}:{rest:02d}")
-    bar = ProgressBar(total=steps or 1, completed=step if steps else 0, width=max(10, min(40, width - 75)))
+        run = "" if progress.run_eta_s is None else f", run in {_clock(progress.run_eta_s)}"
+        words.append(f"epoch ends in {_clock(progress.eta_s)}{run}")
+    bar = ProgressBar(total=steps or 1, completed=step if steps else 0, width=max(10, min(40, width - 91)))
     line = Table.grid(padding=(0, 2, 0, 0))
     epochs = f"/{progress.epochs}" if epoch and progress.epochs is not None else ""
     line.add_row(epoch + epochs, bar, "   ".join(filter(None, words)))
     return line
+
+
+def _clock(seconds: float) -> str:
+    """Format a duration: `0:42`, `1:02:05`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class UsageTable:

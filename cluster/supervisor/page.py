@@ -233,6 +233,7 @@ def _progress(view: JobView) -> Markup:
         "" if progress.loss is None else f"loss {progress.loss:.3f}",
         "" if progress.images_per_s is None else f"{progress.images_per_s:.0f} images/s",
         "" if progress.eta_s is None else f"epoch ends in {seconds(progress.eta_s)}",
+        "" if progress.run_eta_s is None else f"run ends in {seconds(progress.run_eta_s)}",
     ]
     bar = Markup('<progress aria-label="progress of the epoch" max="{}" value="{}"></progress>')
     bar = bar.format(max(progress.steps or 0, 1), progress.step or 0)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from tests.unit.test_bad_data import break_labels
 from tests.unit.trainer_process import (
@@ -109,10 +110,14 @@ def test_two_ranks_under_a_launcher(data: Path, tmp_path: Path) -> None:
     assert isinstance(metric["shares"], dict)
     assert set(metric["shares"]) == set(SHARES)
     progress = next(e for e in events if e["event"] == "progress")
-    assert {"epoch", "epochs", "step", "steps", "loss", "images_per_s", "eta_s"} <= progress.keys()
+    assert {"epoch", "epochs", "step", "steps", "loss", "images_per_s", "eta_s", "run_eta_s"} <= progress.keys()
     assert events_in(ended[1].stdout) == []  # only local rank 0 speaks
     assert events[-1]["best"] == str(folder / "best.pt")
+    assert progress["run_eta_s"] > progress["eta_s"]  # the run has two epochs
     assert (folder / "best.pt").exists()
+    options = yaml.safe_load((folder / "args.yaml").read_text())
+    assert options["epochs"] == 2
+    assert options["hyp"]["lr0"] > 0
     assert not (tmp_path / "unused").exists()
 
 

@@ -1,5 +1,6 @@
 """Training display: a progress bar on a terminal, else plain lines."""
 
+import math
 import sys
 import time
 from typing import Any
@@ -31,21 +32,32 @@ class TrainingDisplay:
 
         columns = (TextColumn("epoch {task.description}"), BarColumn(), TaskProgressColumn())
         rates = TextColumn("loss {task.fields[loss]}   {task.fields[rate]} images/s   epoch ends in")
-        self._bar = Progress(*columns, rates, TimeRemainingColumn(), transient=True)
-        self._task = self._bar.add_task(f"{epoch}/{epochs}", total=steps, loss="-", rate="-")
+        run = TextColumn("run in {task.fields[run]}")
+        self._bar = Progress(*columns, rates, TimeRemainingColumn(), run, transient=True)
+        self._task = self._bar.add_task(f"{epoch}/{epochs}", total=steps, loss="-", rate="-", run="-:--")
         self._bar.start()
 
     def progress(
-        self, *, epoch: int, epochs: int, step: int, steps: int, loss: float, images_per_s: float, eta_s: float
+        self,
+        *,
+        epoch: int,
+        epochs: int,
+        step: int,
+        steps: int,
+        loss: float,
+        images_per_s: float,
+        eta_s: float,
+        run_eta_s: float,
     ) -> None:
         """Update the bar; without a terminal, print a line every ten seconds."""
+        run = _clock(run_eta_s)
         if self._bar:
-            self._bar.update(self._task, completed=step, loss=f"{loss:.3f}", rate=f"{images_per_s:.0f}")
+            self._bar.update(self._task, completed=step, loss=f"{loss:.3f}", rate=f"{images_per_s:.0f}", run=run)
         elif self._enabled and not self._launched and time.monotonic() - self._last > PLAIN_EVERY_S:
             self._last = time.monotonic()
             self.print(
                 f"epoch {epoch}/{epochs}   step {step}/{steps}   loss {loss:.3f}   {images_per_s:.0f} images/s"
-                f"   epoch ends in {eta_s:.0f} s"
+                f"   epoch ends in {eta_s:.0f} s, run in {run}"
             )
 
     def end_epoch(self, line: str = "") -> None:
@@ -56,3 +68,12 @@ class TrainingDisplay:
         if line:
             self.print(line)
         self._last = time.monotonic()
+
+
+def _clock(seconds: float) -> str:
+    """Format a duration: `0:42`, `1:02:05`."""
+    if not math.isfinite(seconds):
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -156,6 +156,7 @@ class TrainLoop:
         if self.writes:
             self.results.write_table()
             checkpoints.discard_after(self.run_dir / "steps.csv", training.logged_steps)
+            results.write_options(self.run_dir / "args.yaml", s)
         if training.world.rank == 0:
             self.results.logger = RunLogger(self.run_dir, training.task, training.state.epoch + 1)
             if not content:
@@ -356,14 +357,20 @@ class TrainLoop:
         training, state = self.training, self.training.state
         if not self._is_readback_step() or state.step < 2:  # a step's loss is reduced with the next step
             return
+        steps, epochs = training.train_loader.steps, training.settings.epochs
+        step_s = seconds * training.settings.batch / max(images, 1)
+        epoch_ends_in_s = (steps - state.step) * step_s
+        # The last epoch's time includes its validation.
+        epoch_s = self.results.history[-1]["seconds"] if self.results.history else steps * step_s
         fields: dict[str, Any] = {
             "epoch": state.epoch + 1,
-            "epochs": training.settings.epochs,
+            "epochs": epochs,
             "step": state.step,
-            "steps": training.train_loader.steps,
+            "steps": steps,
             "loss": float(training.meter.reduced.sum()),
             "images_per_s": images / seconds,
-            "eta_s": (training.train_loader.steps - state.step) * seconds * training.settings.batch / max(images, 1),
+            "eta_s": epoch_ends_in_s,
+            "run_eta_s": epoch_ends_in_s + (epochs - state.epoch - 1) * epoch_s,
         }
         training.events.progress(**fields)
         training.display.progress(**fields)

@@ -9,7 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import yaml
+
 from trainer import contract
+from trainer.config import Settings
 from trainer.engine.run_logger import RunLogger
 from trainer.engine.timing import SHARES
 from trainer.engine.trackers import Tracker
@@ -28,6 +31,12 @@ def write_table(rows: Sequence[Mapping[str, float]], path: Path) -> None:
         table.writeheader()
         table.writerows({k: v if isinstance(v, int) else f"{v:.6g}" for k, v in row.items()} for row in rows)
     checkpoint_file.write_bytes(path, out.getvalue().encode())
+
+
+def write_options(path: Path, settings: Settings) -> None:
+    """Write the value of each option and hyper-parameter of a run, defaults included, as YAML."""
+    text = yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False, allow_unicode=True)
+    checkpoint_file.write_bytes(path, f"# The options of this run; hyp is a file for --hyp.\n{text}".encode())
 
 
 @dataclasses.dataclass

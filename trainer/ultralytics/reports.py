@@ -24,6 +24,7 @@ class Reports:
         self._step, self._has_scores = 0, False
         self.scores: dict[str, float] = {}
         self._began = self._trained_s = 0.0
+        self._epoch_s = 0.0  # of the last epoch, with its validation
 
     def add_to(self, model: Any) -> None:
         """Add the callbacks to the package's model, which passes them to the trainer and its validator."""
@@ -50,6 +51,8 @@ class Reports:
         if not self.session.events.is_progress_due(last=self._step == steps):
             return  # reading the loss would synchronize a GPU
         seconds = max(time.monotonic() - self._began, 1e-9)
+        epoch_ends_in_s = (steps - self._step) * seconds / self._step
+        epoch_s = self._epoch_s or steps * seconds / self._step
         self.session.events.progress(
             epoch=trainer.epoch + 1,
             epochs=trainer.epochs,
@@ -57,7 +60,8 @@ class Reports:
             steps=steps,
             loss=sum(_losses(trainer).values()),
             images_per_s=self._step * trainer.batch_size / seconds,
-            eta_s=(steps - self._step) * seconds / self._step,
+            eta_s=epoch_ends_in_s,
+            run_eta_s=epoch_ends_in_s + (trainer.epochs - trainer.epoch - 1) * epoch_s,
         )
 
     def on_train_epoch_end(self, trainer: Any) -> None:
@@ -79,6 +83,7 @@ class Reports:
             self.scores = {short: float(trainer.metrics[name]) for name, short in self._names.items()}
         if session.is_final:
             return
+        self._epoch_s = time.monotonic() - self._began
         if session.world.rank == 0:
             session.events.emit(
                 contract.METRIC,
@@ -87,7 +92,7 @@ class Reports:
                 **(self.scores if self._has_scores else {}),
                 **_losses(trainer),
                 images_per_s=len(trainer.train_loader.dataset) / max(self._trained_s, 1e-9),
-                seconds=time.monotonic() - self._began,
+                seconds=self._epoch_s,
             )
         if session.copies and trainer.args.save:
             with session.watchdog.during("checkpoint"):

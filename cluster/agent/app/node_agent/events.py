@@ -170,7 +170,10 @@ class Ready(Event):
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """A step of the training. `step` and `steps` are those of the epoch, and `eta_s` are the seconds to its end."""
+    """A step of the training. `step` and `steps` are those of the epoch, and `eta_s` are the seconds to its end.
+
+    `run_eta_s` are those to the end of the last epoch.
+    """
 
     epoch: int | None = optional(count)
     epochs: int | None = optional(count)
@@ -179,6 +182,7 @@ class Progress(Event):
     loss: float | None = optional(number)
     images_per_s: float | None = optional(amount)
     eta_s: float | None = optional(amount)
+    run_eta_s: float | None = optional(amount)
 
 
 def _scores(value: object) -> Mapping[str, float | None] | None:
