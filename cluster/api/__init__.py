@@ -38,6 +38,11 @@ class Launched:
         return self._record.plan.job_id
 
     @property
+    def world_size(self) -> int:
+        """The number of its ranks."""
+        return self._record.job.world_size
+
+    @property
     def run_dir(self) -> str:
         """The folder of its results and logs."""
         return self._record.plan.run_dir
@@ -74,7 +79,7 @@ def launch(
     arguments: Sequence[str] = (),
     *,
     nodes: int | str = "",
-    gpus: int = 1,
+    gpus: int | str | Sequence[int] = 1,
     backend: str = "auto",
     inventory: str | Inventory | None = None,
     secrets: Mapping[str, str] | None = None,
@@ -85,7 +90,7 @@ def launch(
     Args:
         arguments: The trainer's arguments: `["train", "--data", "coco.yaml"]`.
         nodes: The number of nodes, or a range such as "2:4". By default one, or the whole inventory.
-        gpus: Processes per node.
+        gpus: Processes per node; a sequence has one number per node, and "all" uses every GPU of each machine.
         backend: As `--backend` of `clusterctl launch`.
         inventory: The path of a cluster.yaml, or an Inventory. By default ./cluster.yaml, or else this machine.
         secrets: Environment variables of the job that are not stored.
@@ -97,7 +102,8 @@ def launch(
     from cluster.spec.request import Request
     from cluster.supervisor import launcher
 
-    request = Request(arguments=list(arguments), nodes=str(nodes), gpus=gpus, backend=backend, **options)  # type: ignore[arg-type]
+    each = str(gpus) if isinstance(gpus, int | str) else ",".join(map(str, gpus))
+    request = Request(arguments=list(arguments), nodes=str(nodes), gpus=each, backend=backend, **options)  # type: ignore[arg-type]
     if request.build:
         raise UsageError("build: only clusterctl builds images", "docker build, then image=NAME")
     request = replace(request, env=[*request.env, *(secrets or {})])

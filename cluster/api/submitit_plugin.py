@@ -137,7 +137,7 @@ class ClusterctlExecutor(core.Executor):
             name=name, command=command, backend=backend, inventory=machines, mounts=mounts, settings=settings, **options
         )
         is_command = isinstance(function, submitit.helpers.CommandFunction)
-        tasks = 1 if is_command else int(options.get("nodes") or 1) * int(options.get("gpus") or 1)
+        tasks = 1 if is_command else launched.world_size
         job = self.job_class(self.folder, job_id=name, tasks=list(range(tasks)))
         job.launched, job.is_command = launched, is_command
         return job

@@ -52,7 +52,7 @@ class ComposeBackend(Backend):
     """One container per node on the engine of this machine."""
 
     name, machines, in_containers = "compose", "here", True
-    supports = frozenset({"--image", "--mount", "--build", "--wait"})
+    supports = frozenset({"--image", "--mount", "--build", "--wait", "unequal nodes"})
     engines = (DOCKER.name,)
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
@@ -221,9 +221,9 @@ def render(job: Job, nodes: Sequence[Node], *, attempt: int, port: int, agent: s
         own = {"container_name": f"{job.name}-{node.name}", "hostname": node.name}
         own |= gpu_reservation(node) if job.device != "cpu" and node.gpus else {}
         services += f"  {node.name}:\n    <<: *node\n{_yaml(own, 4)}"
-        services += f"    environment:\n      <<: *environment\n      PET_NODE_RANK: {rank}\n"
+        services += f"    environment:\n      <<: *environment\n{_yaml(_own_environment(job, nodes, rank), 6)}"
     return (
-        f"# {job.nodes} nodes x {job.procs_per_node} processes on this machine. Written by `clusterctl plan`.\n"
+        f"# {script.size(job)} on this machine. Written by `clusterctl plan`.\n"
         f"{_yaml({'name': job.name}, 0)}"
         f"x-node: &node\n{_yaml(_node(job, agent), 2)}"
         f"  command: {_yaml(command, 4, flow=True).lstrip()}"
@@ -281,13 +281,25 @@ def _environment(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) ->
         contract.NODES_ON_HOST: str(job.nodes),
         **script.gpu_environment(job, gpus),
     }
-    plain: dict[str, Any] = {
-        name: int(text) if text.isdigit() and str(int(text)) == text else _escaped(text)
-        for name, text in values.items()
-    }
+    plain = _values(values)
     passed = [name for name in job.pass_env if "*" not in name]
     # agent/compose_up.sh sets the umask: with `docker compose up` it is the container's.
     return {**dict.fromkeys(passed), **plain, **dict.fromkeys([*job.secrets, contract.UMASK])}
+
+
+def _own_environment(job: Job, nodes: Sequence[Node], rank: int) -> dict[str, Any]:
+    """Return the variables of one service, which replace the shared ones of _environment."""
+    own = {"PET_NODE_RANK": str(rank), **script.rank_environment(job, rank)}
+    if len(nodes[rank].gpus) != len(nodes[0].gpus):
+        own |= script.gpu_environment(job, range(len(nodes[rank].gpus)))
+    return _values(own)
+
+
+def _values(values: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        name: int(text) if text.isdigit() and str(int(text)) == text else _escaped(text)
+        for name, text in values.items()
+    }
 
 
 def _uid(job: Job) -> str:

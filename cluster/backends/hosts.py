@@ -27,7 +27,8 @@ class HostsBackend(Backend):
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step per node: its script, and the command that runs it."""
-        hosts = tuple(Node(host.name, host, host.gpus[: job.procs_per_node]) for host in job.hosts)
+        shares = zip(job.hosts, job.gpus_of_nodes, strict=False)
+        hosts = tuple(Node(host.name, host, gpus) for host, gpus in shares)
         nodes = hosts or nodes_of(job, this_machine())
         made = Plan(job, attempt, self.name, nodes, nodes[0].machine.address, port)
         return replace(made, steps=tuple(script.step(job, made, rank) for rank in range(len(nodes))))
@@ -126,7 +127,7 @@ class LocalBackend(HostsBackend):
 
     name, machines, in_containers = "local", "here", False
     engines = ()
-    supports = frozenset({"--wait"})
+    supports = frozenset({"--wait", "unequal nodes"})
 
 
 class SshBackend(HostsBackend):
@@ -134,8 +135,8 @@ class SshBackend(HostsBackend):
 
     name, machines = "ssh", "listed"
     supports = frozenset(
-        {"--spares", "--nodes MIN:MAX", "--image", "--mount", "--build", "--push", "--wait", "image push", "sync"}
-    )
+        {"--spares", "--nodes MIN:MAX", "--image", "--mount", "--build", "--push", "--wait", "unequal nodes"}
+    ) | {"image push", "sync"}
 
     def fits(self, runtime: Runtime) -> bool:
         """Return whether the runtime needs no job step of a scheduler."""

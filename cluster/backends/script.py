@@ -6,7 +6,7 @@ from dataclasses import replace
 from cluster import contract
 from cluster.agent import scripts
 from cluster.runtimes import RUNTIMES
-from cluster.spec.model import CACHE, SETUP, WORKDIR, Gpu, Job, Machine, Mount, Node, Plan, Step
+from cluster.spec.model import CACHE, SETUP, WORKDIR, Gpu, Job, Machine, Mount, Node, Plan, Step, and_list
 
 #: Variables that the node's environment may set; containers that get variables by name need them, too.
 _SET_ON_NODE = (contract.UMASK, "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -27,6 +27,7 @@ def step(job: Job, plan: Plan, rank: int) -> Step:
         **shared_environment(
             job, plan.backend, plan.attempt, plan.dir_on(machine), (plan.master_addr, plan.master_port)
         ),
+        **rank_environment(job, rank),
         contract.NODES_ON_HOST: str(len(plan.nodes_on(machine))),
         contract.NODE_ADDRESS: machine.address,
         **gpu_environment(job, RUNTIMES[machine.runtime].gpus(node)),
@@ -134,7 +135,7 @@ def shared_environment(
     """
     values = {
         "PET_NNODES": str(job.nodes),
-        "PET_NPROC_PER_NODE": str(job.procs_per_node),
+        "PET_NPROC_PER_NODE": str(job.most_procs),
         "PET_MASTER_ADDR": master[0],
         "PET_MASTER_PORT": str(master[1]),
         **identity(job, backend),
@@ -156,6 +157,13 @@ def shared_environment(
     return values
 
 
+def rank_environment(job: Job, rank: int) -> dict[str, str]:
+    """Return the variables of a node of its own, which replace shared ones: its ranks, if other nodes have others."""
+    if not job.is_unequal:
+        return {}
+    return {"PET_NPROC_PER_NODE": str(job.procs[rank]), contract.FIRST_RANK: str(sum(job.procs[:rank]))}
+
+
 def identity(job: Job, backend: str) -> dict[str, str]:
     """Return the variables and labels by which people know a job, and by which `stop`, `gc` and `doctor` find it."""
     return {contract.JOB_ID: job.name, contract.LAUNCH_ID: job.launch_id, contract.BACKEND: backend}
@@ -164,6 +172,13 @@ def identity(job: Job, backend: str) -> dict[str, str]:
 def _beside(run_dir: str, name: str, user: str = "") -> str:
     """Return the path of a folder of the node next to the jobs' run directories, or of a user's folder in it."""
     return f"{run_dir.rpartition('/')[0]}/{name}" + (f"/{user}" if user else "")
+
+
+def size(job: Job) -> str:
+    """Return the size of a job: `2 nodes x 2 processes`, or `2 nodes with 2 and 1 processes`."""
+    if job.is_unequal:
+        return f"{job.nodes} nodes with {and_list(job.procs)} processes"
+    return f"{job.nodes} nodes x {job.most_procs} processes"
 
 
 def gpu_environment(job: Job, gpus: Sequence[Gpu]) -> dict[str, str]:

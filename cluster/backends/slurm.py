@@ -55,6 +55,7 @@ class SlurmBackend(Backend):
     supports |= {"--partition", "--account", "--qos", "--time"}
     flags = frozenset(slurm.FLAGS)
     refusals: ClassVar[Mapping[str, str]] = {
+        "unequal nodes": "Slurm chooses the machines, so all nodes get the same number",
         "--wait": "Slurm queues the job anyway",
         "--push": "the nodes of a Slurm cluster share one file, which this command makes: clusterctl image sif",
     }

@@ -67,7 +67,7 @@ def judge_request(job: Job, site: Mapping[str, Sequence[str]]) -> list[Finding]:
     if wrong:
         wrong = [(why.removeprefix(f"{name}: "), hint or "sinfo") for why, hint in wrong]
         return [Finding("request", name, "failure", *problem) for problem in wrong]
-    gpus = f" with {job.procs_per_node} GPUs" if job.device == "cuda" else ""
+    gpus = f" with {job.most_procs} GPUs" if job.device == "cuda" else ""
     return [Finding("request", name, "ok", f"the cluster has {job.nodes} nodes{gpus}")]
 
 
@@ -92,7 +92,7 @@ def srun(job: Job) -> list[str]:
     given = job.queue.settings
     options = {"job-name": "clusterctl-doctor", "nodes": str(job.nodes), "ntasks-per-node": "1", "chdir": "/tmp"}
     if job.device == "cuda" and not {"gres", "gpus-per-node"} & {*given}:
-        options["gpus-per-node"] = str(job.procs_per_node)
+        options["gpus-per-node"] = str(job.most_procs)
     options |= {name: value for name, value in given.items() if name not in _NOT_OF_NODES}
     return ["srun", *(f"--{name}={value}" if value else f"--{name}" for name, value in options.items())]
 
@@ -129,7 +129,7 @@ def judge_nodes(job: Job, answers: Mapping[int, Facts], messages: Sequence[str])
             why = next((line for line in messages if line.startswith(f"{host}:")), "the task ended early")
             found.append(Finding("job", host, "failure", why, f"on {login.name}: srun --nodelist={host} true"))
             continue
-        nodes.append(replace(login, name=host, address=host, login="", gpus=tuple(range(job.procs_per_node))))
+        nodes.append(replace(login, name=host, address=host, login="", gpus=tuple(range(job.most_procs))))
         facts[host] = node_facts
         found.append(Finding("job", host, "ok", "ran a Slurm job"))
     if missing := job.nodes - len(answers):

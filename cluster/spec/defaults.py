@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 from cluster import contract
 from cluster.errors import UsageError, near_or_all
 from cluster.runtimes import RUNTIMES
-from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Job, Machine, Mount, Queue
+from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Job, Machine, Mount, Procs, Queue, and_list
 from cluster.spec.request import Request
 from cluster.spec.traits import Table, Traits
 
@@ -76,10 +76,11 @@ def job(
     fewest, most = node_range(request.nodes, _all_nodes(request, inventory) if inventory else 1)
     _refuse_unsupported(request, backend, table, is_range=fewest < most)
     queue = _queue(request, backend, table, inventory)
-    device, notes = _device(request, here, most, inventory, queue)
-    if queue is not None:
-        notes += backend.advice(device, request.gpus, queue.settings)
-    hosts, spares = _hosts(request, most, device, inventory) if inventory and not queue else ((), ())
+    procs = _procs(request, most, here, backend, table, inventory)
+    device, notes = _device(request, here, most, procs, inventory, queue)
+    if queue is not None and isinstance(procs, int):
+        notes += backend.advice(device, procs, queue.settings)
+    hosts, spares = _hosts(request, most, procs, device, inventory) if inventory and not queue else ((), ())
     elsewhere = bool(hosts) or bool(queue and (queue.login.login or not backend.has_login_node))
     mounts = [mount(text, here.cwd) for text in request.mounts]
     mounts = [replace(each, synced=elsewhere and here.exists(each.source)) for each in mounts]
@@ -110,13 +111,14 @@ def job(
     stall_timeout_s = 0.0 if request.command else DEFAULT_STALL_TIMEOUT_S  # other programs may wait for input
     run_root = request.run_root or (queue.login.run_dir if queue and not elsewhere else "")
     # Divide the GPUs among the nodes if they suffice, also for `any`: the program may use none.
-    shares = not elsewhere and not queue and device != "cpu" and len(here.gpus) >= most * request.gpus
+    needed = _total(procs, most)
+    shares = not elsewhere and not queue and device != "cpu" and len(here.gpus) >= needed
     in_containers, is_here = backend.in_containers, backend.machines == "here"
     new = Job(
         name=request.name or "job",
         command=command,
         nodes=most,
-        procs_per_node=request.gpus,
+        procs_per_node=procs,
         # "./runs" stays relative: a compose file may be committed, so it must not contain this machine's paths.
         run_root=run_root if run_root.startswith("./") else _absolute(run_root or "runs", here.cwd),
         device=device,
@@ -134,7 +136,7 @@ def job(
         port=_port(request.master_port),
         timeout_s=request.timeout_s,
         says_ready=not request.command,
-        gpus=here.gpus[: most * request.gpus] if shares else (),
+        gpus=here.gpus[:needed] if shares else (),
         hosts=hosts,
         spares=spares,
         queue=queue,
@@ -190,8 +192,60 @@ def _refuse_unsupported(request: Request, backend: Traits, table: Table, *, is_r
         raise UsageError(f"--spares {request.spares}: must be at least 0")
 
 
+def gpus_per_node(text: str) -> Procs:
+    """Parse `--gpus`: `2`, `2,1` or `all`. Equal numbers are one. Raise UsageError for anything else."""
+    if text == "all":
+        return "all"
+    if not re.fullmatch(r"-?[0-9]{1,18}(, *-?[0-9]{1,18})*", text):
+        example = "for example: --gpus 2; for two nodes with two GPUs and one: --gpus 2,1; or --gpus all"
+        raise UsageError(f"--gpus {text}: expected a number, one number per node, or all", example)
+    numbers = tuple(map(int, text.split(",")))
+    if min(numbers) < 1:
+        raise UsageError(f"--gpus {text}: must be at least 1" + (" for each node" if numbers[1:] else ""))
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _procs(
+    request: Request, nodes: int, here: Here, backend: Traits, table: Table, inventory: Inventory | None
+) -> Procs:
+    """Return the processes per node. Raise UsageError for numbers that do not fit the nodes, or `all` without GPUs."""
+    wanted = gpus_per_node(str(request.gpus))
+    if isinstance(wanted, tuple):
+        if len(wanted) != nodes:
+            why = f"{len(wanted)} numbers, and the job has {nodes} node{'' if nodes == 1 else 's'}"
+            hint = f"give one number per node (--nodes {len(wanted)}), or one for all nodes: --gpus {max(wanted)}"
+            raise UsageError(f"--gpus {request.gpus}: {why}", hint)
+        wanted = wanted[0] if len(set(wanted)) == 1 else wanted
+    if isinstance(wanted, int):
+        return wanted
+    number = max(wanted) if isinstance(wanted, tuple) else 2
+    backend.refuse("unequal nodes", table, f"--gpus {request.gpus}", f"give all nodes one number: --gpus {number}")
+    if wanted != "all":
+        return wanted
+    device = inventory.device if inventory and request.device == "auto" else request.device
+    if device == "cpu":
+        cause = "--device cpu" if request.device == "cpu" else f"device: cpu in {inventory and inventory.path}"
+        hint = "give the number of CPU processes per node: --gpus 2"
+        raise UsageError(f"--gpus all: there are no GPUs to count with {cause}", hint)
+    if inventory:
+        return wanted
+    if not here.gpus:
+        hint = "give a number, for CPU processes: --gpus 2"
+        raise UsageError("--gpus all: this machine has no GPU that can be used", hint)
+    if nodes > 1:
+        each = len(here.gpus) // nodes
+        hint = "use one node: --nodes 1" + (f"; or divide them: --gpus {each}" if each else "")
+        raise UsageError(f"--gpus all: this machine's GPUs are for one node, and the job has {nodes}", hint)
+    return len(here.gpus)
+
+
+def _total(procs: Procs, nodes: int) -> int:
+    """Return the number of processes of all nodes on this machine."""
+    return nodes * procs if isinstance(procs, int) else sum(procs) if isinstance(procs, tuple) else 0
+
+
 def _device(
-    request: Request, here: Here, nodes: int, inventory: Inventory | None, queue: Queue | None
+    request: Request, here: Here, nodes: int, procs: Procs, inventory: Inventory | None, queue: Queue | None
 ) -> tuple[Device, list[str]]:
     """Return the device of the ranks, and notes. `auto` is the inventory's device, or what this machine has."""
     if request.device not in ("auto", "cpu", "cuda", "any"):
@@ -200,7 +254,7 @@ def _device(
     notes = []
     if request.device == "auto" and inventory is not None:
         device = inventory.device
-    needed = nodes * request.gpus
+    needed = _total(procs, nodes)
     if device == "cuda" and inventory is None and queue is None and len(here.gpus) < needed:
         missing = f"GPUs on this machine: {len(here.gpus)}, needed: {needed}"
         if request.device == "cuda":
@@ -208,12 +262,13 @@ def _device(
         device = "cpu"
         notes.append(f"{missing} (--device cuda makes this an error)")
     if device == "cpu":
-        notes.append(f"processes per node: {request.gpus}, on the CPU over gloo")
+        each = and_list(procs) if isinstance(procs, tuple) else procs
+        notes.append(f"processes per node: {each}, on the CPU over gloo")
     return device, notes
 
 
 def _hosts(
-    request: Request, nodes: int, device: Device, inventory: Inventory
+    request: Request, nodes: int, procs: Procs, device: Device, inventory: Inventory
 ) -> tuple[tuple[Machine, ...], tuple[Machine, ...]]:
     """Return the job's machines and its spares, the first ones of the inventory."""
     if len(inventory.machines) < nodes + request.spares:
@@ -221,10 +276,23 @@ def _hosts(
         why = f"--nodes {nodes} --spares {request.spares}: {inventory.path or 'the inventory'} has only {known}"
         hint = "use fewer --nodes, or add machines to the inventory: clusterctl init"
         raise UsageError(why, hint)
-    for host in inventory.machines[: nodes + request.spares]:
-        if (device == "cuda" or host.gpus) and len(host.gpus) < request.gpus:
+    used = inventory.machines[: nodes + request.spares]
+    for index, host in enumerate(used if device != "cpu" else ()):
+        if procs == "all":
+            if not host.gpus:
+                others = ",".join(each.name for each in inventory.machines if each.gpus)
+                hint = f"leave it out (--only {others}), or " if others else ""
+                hint += "start processes on CPUs: --device cpu --gpus 1"
+                raise UsageError(f"{host.name}: --gpus all, and it has no GPUs", hint)
+            continue
+        # A spare may have to replace any node.
+        wanted = procs if isinstance(procs, int) else procs[index] if index < nodes else max(procs)
+        if (device == "cuda" or host.gpus) and len(host.gpus) < wanted:
             hint = "use fewer --gpus, other nodes, or --device cpu (CPU processes instead)"
-            raise UsageError(f"{host.name}: --gpus {request.gpus} asks for more than its GPUs ({len(host.gpus)})", hint)
+            hint = f"use all GPUs of each machine: --gpus all; or {hint}" if all(each.gpus for each in used) else hint
+            many = "more" if isinstance(procs, int) else f"{wanted} {'here' if index < nodes else 'of a spare'}, more"
+            why = f"{host.name}: --gpus {request.gpus} asks for {many} than its GPUs ({len(host.gpus)})"
+            raise UsageError(why, hint)
     return inventory.machines[:nodes], inventory.machines[nodes : nodes + request.spares]
 
 

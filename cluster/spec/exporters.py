@@ -7,7 +7,7 @@ first lines say so.
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from cluster.errors import UsageError
 from cluster.spec import defaults
@@ -23,6 +23,7 @@ class _Rented(Traits):
 
     name, machines, in_containers = "rented", "here", True
     supports = frozenset({"--image", "--mount"})
+    refusals: ClassVar[Mapping[str, str]] = {"unequal nodes": "a task file has one number for all nodes"}
 
 
 #: torchrun's options for a node, from the variables that describe the nodes of a task.
@@ -45,7 +46,7 @@ _WORKDIR = "/workdir"
 
 def _skypilot(job: Job) -> dict[str, Any]:
     """Return the keys of a SkyPilot task."""
-    gpus = {} if job.device == "cpu" else {"accelerators": dict.fromkeys(_GPUS, job.procs_per_node)}
+    gpus = {} if job.device == "cpu" else {"accelerators": dict.fromkeys(_GPUS, job.most_procs)}
     return {
         "name": job.name,
         "num_nodes": job.nodes,
@@ -72,7 +73,7 @@ def _dstack(job: Job) -> dict[str, Any]:
         "working_dir": job.workdir and _WORKDIR,
         "env": [*(f"{name}={value}" for name, value in job.env.items()), *job.secrets],
         "commands": [*([job.setup] if job.setup else []), _torchrun(job, _DSTACK)],
-        "resources": {} if job.device == "cpu" else {"gpu": job.procs_per_node},
+        "resources": {} if job.device == "cpu" else {"gpu": job.most_procs},
     }
 
 
@@ -147,5 +148,5 @@ def _job(request: Request, here: Here) -> tuple[Job, list[str]]:
 def _torchrun(job: Job, variables: Mapping[str, str]) -> str:
     """Return the command that starts the ranks of a node."""
     options = [f'--{name} "{value}"' for name, value in variables.items()]
-    options += [f"--nproc-per-node {job.procs_per_node}", f"--master-port {_PORT}"]
+    options += [f"--nproc-per-node {job.most_procs}", f"--master-port {_PORT}"]
     return f"torchrun {' '.join(options)} {shlex.join(job.command)}"

@@ -16,7 +16,7 @@ from pydantic import (
 
 from cluster.errors import UsageError
 from cluster.spec import schema
-from cluster.spec.defaults import node_range, seconds, split
+from cluster.spec.defaults import gpus_per_node, node_range, seconds, split
 from cluster.spec.job_text import PARAMETERS
 from cluster.spec.request import Request
 from cluster.spec.schema import Environment, EnvName, Keys, MountText, Text
@@ -39,9 +39,23 @@ def _names(value: Any) -> Any:
     return value.replace(" ", "").split(",") if isinstance(value, str) else value
 
 
+def _gpu_counts(value: Any) -> Any:
+    """Return the value of --gpus. A list has one number per node."""
+    numbers = value if isinstance(value, list) else [value]
+    if not numbers or not all(isinstance(number, str | int) for number in numbers):
+        raise UsageError(f"{value!r} is not a number, a list of numbers or all", "for example: gpus: 2, or [2, 1]")
+    text = ",".join(map(str, numbers))
+    gpus_per_node(text)
+    return text
+
+
 Words = Annotated[list[str], BeforeValidator(_words, json_schema_input_type=str | list[str])]
 Names = Annotated[list[str], BeforeValidator(_names, json_schema_input_type=str | list[str])]
 Time = Annotated[Text, AfterValidator(lambda text: text and (seconds(text, "--grace"), text)[1])]
+GpuCounts = Annotated[
+    str,
+    BeforeValidator(_gpu_counts, json_schema_input_type=PositiveInt | list[PositiveInt] | Literal["all"]),
+]
 Count = Annotated[Text, AfterValidator(lambda text: node_range(text, 1) and text)]
 
 
@@ -50,7 +64,7 @@ class JobFile(Keys):
 
     name: str = ""
     nodes: Count = ""
-    gpus: PositiveInt = 1
+    gpus: GpuCounts = "1"
     command: Words = Field(default_factory=list)
     args: Words = Field(
         default_factory=list,

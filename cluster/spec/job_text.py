@@ -47,6 +47,9 @@ def write(request: Request, backend: str, more: Mapping[str, str], table: Table)
     found = {keys[each.name]: value for each, value in given if value not in (each.default, [], "")}
     if request.nodes.isdecimal():
         found["nodes"] = int(request.nodes)
+    if "gpus" in found and found["gpus"] != "all":
+        numbers = [int(number) for number in found["gpus"].split(",")]
+        found["gpus"] = numbers if numbers[1:] else numbers[0]
     env = [text.partition("=") for text in request.env]
     found |= {
         "env": {name: value for name, mark, value in env if mark},

@@ -1,8 +1,9 @@
 """Data classes of the launcher: inventory, job, plan, node status, job record. Pure."""
 
+import itertools
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cluster import contract
@@ -15,11 +16,15 @@ Phase = Literal["pending", "starting", "setup", "joining", "ready", "exited", "l
 Device = Literal["cpu", "cuda", "any"]
 #: The index of a GPU in the order of nvidia-smi, or the UUID of a MIG slice, which jobs use and lock like a GPU.
 Gpu = int | str
+#: The number of processes of every node, or of each node in order; "all": as many as the node's machine has GPUs.
+Procs = int | tuple[int, ...] | Literal["all"]
 
 #: The launch ID of a plan that has not been launched: `clusterctl plan` prints it, so that equal jobs have equal plans.
 NOT_LAUNCHED = "0" * 16
 #: The pattern of a job's name, which container, network and folder names contain.
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
+#: Of more nodes than this, not every number of processes is shown.
+_MOST_LISTED = 8
 #: The folder of the working directory's copy in a job's run directory.
 WORKDIR = "workdir"
 #: The folder of the virtual environments of `--setup`, next to the jobs' run directories.
@@ -129,7 +134,7 @@ class Inventory:
 
 @dataclass(frozen=True)
 class Job:
-    """A job: torchrun runs `command` on `nodes` nodes with `procs_per_node` processes each.
+    """A job: torchrun runs `command` on `nodes` nodes. `procs` are the processes of each, from `procs_per_node`.
 
     `run_root` has one folder per job; `image` is "" if no node runs in a container. `says_ready`: the program writes
     the contract's events. `secrets` are names of variables whose values no plan contains. The program runs in
@@ -147,7 +152,7 @@ class Job:
     name: str
     command: tuple[str, ...]
     nodes: int
-    procs_per_node: int
+    procs_per_node: Procs
     run_root: str
     device: Device = "any"
     image: str = ""
@@ -184,7 +189,7 @@ class Job:
             raise UsageError("--command is empty", "for example: --command 'train.py --lr 0.1'")
         for option, value, least in (
             ("--nodes", self.nodes, 1),
-            ("--gpus", self.procs_per_node, 1),
+            ("--gpus", min(self.procs, default=1), 1),
             ("--rendezvous-timeout", self.timeout_s, 0.1),
             ("--stall-timeout", self.stall_timeout_s, 0),
             ("--max-restarts", self.max_restarts, 0),
@@ -194,9 +199,11 @@ class Job:
                 raise UsageError(f"{option} {value:g}: must be at least {least}")
         if self.grace_s > contract.MAX_GRACE_S:
             raise UsageError(f"--grace {self.grace_s:g}s: must be at most {contract.MAX_GRACE_S:g}s (18 hours)")
-        used = [*self.gpus, *(gpu for host in self.hosts for gpu in host.gpus[: self.procs_per_node])]
-        if self.procs_per_node > 1 and any(isinstance(gpu, str) for gpu in used):
-            why = f"--gpus {self.procs_per_node}: CUDA shows a process only one MIG slice"
+        shares = zip(self.gpus_of_nodes, self.procs, strict=True)
+        if any(procs > 1 and any(isinstance(gpu, str) for gpu in gpus) for gpus, procs in shares):
+            each = self.procs_per_node
+            given = ",".join(map(str, each)) if isinstance(each, tuple) else str(each)
+            why = f"--gpus {given}: CUDA shows a process only one MIG slice"
             raise UsageError(why, "--gpus 1, with one slice for each node")
 
     @property
@@ -205,9 +212,42 @@ class Job:
         return self.min_nodes or self.nodes
 
     @property
+    def procs(self) -> tuple[int, ...]:
+        """The number of processes of each node."""
+        if self.procs_per_node == "all":
+            return tuple(len(host.gpus) for host in self.hosts)
+        return self.procs_per_node if isinstance(self.procs_per_node, tuple) else (self.procs_per_node,) * self.nodes
+
+    def on(self, hosts: Sequence[Machine]) -> "Job":
+        """Return the job on other machines, of which those that it does not have get as many processes as any node."""
+        each = self.procs_per_node
+        if isinstance(each, tuple):
+            known = dict(zip(self.hosts, self.procs, strict=True))
+            each = tuple(known.get(host, self.most_procs) for host in hosts)
+        return replace(self, hosts=tuple(hosts), nodes=len(hosts), procs_per_node=each)
+
+    @property
+    def most_procs(self) -> int:
+        """The number of processes of the largest node; of every node if a scheduler assigns the machines."""
+        return max(self.procs, default=0)
+
+    @property
+    def is_unequal(self) -> bool:
+        """Whether some nodes have more processes than others."""
+        return len(set(self.procs)) > 1
+
+    @property
     def world_size(self) -> int:
         """The number of processes on all nodes."""
-        return self.nodes * self.procs_per_node
+        return sum(self.procs)
+
+    @property
+    def gpus_of_nodes(self) -> tuple[tuple[Gpu, ...], ...]:
+        """The GPUs of each node: the first ones of its machine, or its part of `gpus`."""
+        if self.hosts:
+            return tuple(host.gpus[:procs] for host, procs in zip(self.hosts, self.procs, strict=False))
+        ends = itertools.accumulate(self.procs)
+        return tuple(self.gpus[end - procs : end] for procs, end in zip(self.procs, ends, strict=True))
 
 
 @dataclass(frozen=True)
@@ -375,5 +415,12 @@ class JobRecord:
 
 def nodes_of(job: Job, machine: Machine) -> tuple[Node, ...]:
     """Return the nodes of a job on one machine: `node-0`, `node-1`, ..., each with its part of the job's GPUs."""
-    each = job.procs_per_node
-    return tuple(Node(f"node-{rank}", machine, job.gpus[rank * each : (rank + 1) * each]) for rank in range(job.nodes))
+    return tuple(Node(f"node-{rank}", machine, gpus) for rank, gpus in enumerate(job.gpus_of_nodes))
+
+
+def and_list(numbers: Sequence[int]) -> str:
+    """Format numbers: `2 and 1`, `4, 4 and 2`. Of many, only the sum and the range."""
+    *first, last = map(str, numbers)
+    if len(first) >= _MOST_LISTED:
+        return f"{min(numbers)} to {max(numbers)} (together {sum(numbers)})"
+    return f"{', '.join(first)} and {last}" if first else last

@@ -87,7 +87,16 @@ class Request(BackendOptions):
             "[default: 1, or all machines of the inventory]",
         ),
     ] = ""
-    gpus: Annotated[int, typer.Option("--gpus", "-g", metavar="N", help="GPUs per node; each gets one process.")] = 1
+    gpus: Annotated[
+        str,
+        typer.Option(
+            "--gpus",
+            "-g",
+            metavar="N",
+            help="GPUs per node; each gets one process.\n\n"
+            "2,1 gives the first node two and the second one. all uses every GPU of each machine.",
+        ),
+    ] = "1"
     backend: Annotated[
         str, typer.Option("--backend", "-b", metavar="NAME", help=f"Where to run.\n\n{HERE_AND_AUTO}")
     ] = "auto"

@@ -117,7 +117,7 @@ def job_options(job: Job) -> dict[str, str]:
     assert job.queue is not None
     given = dict(job.queue.settings)
     if job.device == "cuda" and not {"gres", "gpus-per-node"} & {*given}:
-        given["gpus-per-node"] = str(job.procs_per_node)
+        given["gpus-per-node"] = str(job.most_procs)
     return given
 
 
@@ -335,8 +335,8 @@ def problems(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[tup
         if job.nodes > nodes:
             why = f"partition {name}: it has {nodes} nodes, and --nodes {job.nodes} asks for more"
             found.append((why, "use fewer --nodes"))
-        if job.device == "cuda" and job.procs_per_node > gpus:
-            why = f"partition {name}: its nodes have {gpus or 'no'} GPUs, and --gpus {job.procs_per_node} asks for more"
+        if job.device == "cuda" and job.most_procs > gpus:
+            why = f"partition {name}: its nodes have {gpus or 'no'} GPUs, and --gpus {job.most_procs} asks for more"
             found.append((why, "use fewer --gpus, another --partition, or --device cpu"))
         wanted_s = seconds(options.get("time", ""))
         if wanted_s and limit_s is not None and wanted_s > limit_s:

@@ -52,12 +52,11 @@ class GpuQueue:
                 if node.name in held
             ]
             if job.hosts:
-                free = [node for node in free if len(node.gpus) >= job.procs_per_node]
-                is_enough = len(free) >= job.nodes + len(job.spares)
+                found = machines_for(job, self._nodes, free)
             else:
-                is_enough = sum(len(node.gpus) for node in free) >= job.world_size
-            if is_enough and not ahead:
-                return free
+                found = free if sum(len(node.gpus) for node in free) >= job.world_size else None
+            if found is not None and not ahead:
+                return found
             holders = sorted({holder for jobs in held.values() for holder in jobs.values()})
             why = f"held by {', '.join(holders)}" if holders else "not enough nodes answer"
             if ahead:
@@ -96,6 +95,27 @@ class GpuQueue:
         return done
 
 
+def machines_for(job: Job, nodes: Sequence[Machine], free: Sequence[Machine]) -> list[Machine] | None:
+    """Return a machine for each node of a job, in order, and then for its spares; None if there are not enough.
+
+    `nodes` are all machines, and `free` those that answer, with only their free GPUs. With `--gpus all`, a node takes a
+    whole machine. Otherwise the largest nodes choose first, the first machine with enough GPUs, so that none is wasted.
+    """
+    if job.procs_per_node == "all":
+        unused = [node for node in free if node in nodes]
+        wanted = [0] * (job.nodes + len(job.spares))
+    else:
+        unused, wanted = [*free], [*job.procs, *[job.most_procs] * len(job.spares)]
+    chosen: dict[int, Machine] = {}
+    for index in sorted(range(len(wanted)), key=lambda index: -wanted[index]):
+        fitting = [node for node in unused if len(node.gpus) >= wanted[index]]
+        if not fitting:
+            return None
+        chosen[index] = fitting[0]
+        unused.remove(fitting[0])
+    return [chosen[index] for index in sorted(chosen)]
+
+
 def launch_in_turn(
     starter: launcher.Launcher,
     request: Request,
@@ -105,7 +125,7 @@ def launch_in_turn(
 ) -> tuple[JobRecord, list[str]]:
     """Wait until GPUs are free and all launchers that came before have started, then launch the job on them.
 
-    The request is resolved again with the free GPUs, and a job on machines gets the first ones with enough of them. If
+    The request is resolved again with the free GPUs, and a job on machines gets some with enough of them. If
     another job has taken a GPU, the launcher keeps its place and waits again. `note` gets a sentence for the user when
     the reason for waiting changes. Return the record, and notes.
 

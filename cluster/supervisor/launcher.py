@@ -379,10 +379,10 @@ def survey(
     """
     if not nodes:
         return {}
-    backend, job = BACKENDS[plan.backend], replace(job, hosts=tuple(nodes), nodes=len(nodes))
+    backend, job = BACKENDS[plan.backend], job.on(nodes)
     found = backend.survey(backend.plan(job, attempt=plan.attempt + 1, port=plan.master_port), joining)
     usable = [node for node in joining if found[node.name] is None]
-    synced = parallel.each(usable, lambda node: check_files(replace(job, hosts=(node,), queue=None)))
+    synced = parallel.each(usable, lambda node: check_files(job.on([node])))
     return found | {name: error for name, error in synced.items() if error is not None}
 
 

@@ -8,6 +8,7 @@ from pathlib import PurePath
 
 from cluster import contract
 from cluster.agent.app.node_agent.events import Progress, Scored
+from cluster.backends import script
 from cluster.backends.logs import AGENT_PREFIX
 from cluster.spec.model import Plan
 from cluster.spec.status import StalledRank
@@ -47,9 +48,10 @@ def seconds(value: float) -> str:
 
 
 def size(plan: Plan) -> str:
-    """Format the size of a job: `2 nodes x 2 processes`."""
-    nodes = len(plan.nodes)
-    each = plan.job.world_size // nodes
+    """Format the size of a job: `2 nodes x 2 processes`, or `2 nodes with 2 and 1 processes`."""
+    nodes, each = len(plan.nodes), plan.job.most_procs
+    if plan.job.is_unequal:
+        return script.size(plan.job)
     return f"{nodes} {'node' if nodes == 1 else 'nodes'} x {each} {'process' if each == 1 else 'processes'}"
 
 

@@ -6,7 +6,7 @@ On Slurm, agent/batch.sh applies the rules with `on_slurm` without a launcher, a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster import contract
 from cluster.errors import ClusterError
@@ -161,17 +161,23 @@ def refusal(job: Job, view: JobView, verdict: Verdict, past: Sequence[Failure]) 
     return rule.why_not.format(job=job, last=past[-1])
 
 
-def choose(job: Job, state: Mapping[str, ClusterError | None]) -> tuple[Machine, ...]:
-    """Return the hosts of the next attempt: the job's in order, with spares for those with an error.
+def choose(job: Job, state: Mapping[str, ClusterError | None]) -> Job | None:
+    """Return the job of the next attempt: on its hosts in order, with spares for those with an error.
 
-    `state` has the error of each host, or None. Return () if fewer than `job.least_nodes` are left.
+    A spare gets the number of processes of the host that it replaces; with `--gpus all`, it has its own number. `state`
+    has the error of each host, or None. Return None if fewer than `job.least_nodes` are left.
     """
     spares = [host for host in job.spares if state.get(host.name) is None]
-    chosen = []
-    for host in job.hosts:
-        if state.get(host.name) is None:
-            chosen.append(host)
-        elif spares:
-            chosen.append(spares.pop(0))
-    chosen += spares[: job.nodes - len(chosen)]
-    return tuple(chosen) if len(chosen) >= job.least_nodes else ()
+    hosts: list[Machine] = []
+    procs: list[int] = []
+    for host, number in zip(job.hosts, job.procs, strict=True):
+        if state.get(host.name) is not None:
+            if not spares:
+                continue
+            host = spares.pop(0)
+        hosts.append(host)
+        procs.append(number)
+    if len(hosts) < job.least_nodes:
+        return None
+    each = tuple(procs) if isinstance(job.procs_per_node, tuple) else job.procs_per_node
+    return replace(job, hosts=tuple(hosts), nodes=len(hosts), procs_per_node=each)

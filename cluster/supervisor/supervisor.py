@@ -14,7 +14,7 @@ from cluster import contract
 from cluster.backends import BACKENDS, monitor
 from cluster.errors import ClusterError, LaunchError, UnreachableError, with_hint
 from cluster.spec import defaults
-from cluster.spec.model import JobRecord, Machine, PastAttempt, Plan
+from cluster.spec.model import Job, JobRecord, Machine, PastAttempt, Plan
 from cluster.store import JobStore
 from cluster.supervisor import jobs, launcher, notes, restarts
 from cluster.supervisor.job_state import RETURN_S, JobView, failing
@@ -167,10 +167,10 @@ class Supervisor:
         lost = [node.name for node in view.nodes if node.silent]
         with ThreadPoolExecutor(1) as pool:
             stopping = pool.submit(self._cancel, lost)
-            chosen = self._choose_hosts(lost) if hosts else ()
+            job = self._on_usable_hosts(lost) if hosts else record.job
             stopping.result()
-        job, attempt = replace(record.job, nodes=len(chosen) or record.job.nodes, hosts=chosen), plan.attempt + 1
-        if chosen and chosen[0] == plan.nodes[0].machine and not job.port:
+        attempt = plan.attempt + 1
+        if job.hosts and job.hosts[0] == plan.nodes[0].machine and not job.port:
             # The survey has just checked these hosts and this master. The agent reports a taken port.
             next_plan = backend.plan(job, attempt=attempt, port=defaults.auto_port(job.name, attempt))
         else:
@@ -244,8 +244,8 @@ class Supervisor:
             # The ranks on it end when they lose their peers.
             self.show.note(f"a node could not be stopped: {error.message}")
 
-    def _choose_hosts(self, lost: Sequence[str]) -> tuple[Machine, ...]:
-        """Return the hosts of the next attempt. With too few usable hosts, wait RETURN_S for the `lost` ones."""
+    def _on_usable_hosts(self, lost: Sequence[str]) -> Job:
+        """Return the job of the next attempt. With too few usable hosts, wait RETURN_S for the `lost` ones."""
         job, plan, clock = self.record.job, self.record.plan, monitor.AwakeClock()
         until = clock() + RETURN_S
         candidates = self._candidates()
@@ -263,7 +263,8 @@ class Supervisor:
                     self.show.note(f"not used: {error.message}")
                     unusable[host.name] = error
             chosen = restarts.choose(job, state)
-            if len(chosen) == job.nodes or (chosen and (clock() > until or (job.least_nodes < job.nodes and not lost))):
+            is_whole = chosen is not None and chosen.nodes == job.nodes
+            if chosen and (is_whole or clock() > until or (job.least_nodes < job.nodes and not lost)):
                 return chosen
             if clock() > until:
                 raise ClusterError("; ".join(error.message for error in state.values() if error is not None))

@@ -90,6 +90,23 @@ def test_nodes_join_and_end_and_nothing_remains(clusterctl, backend, start, job_
     assert len(list((clusterctl.folder / f"runs/{job_name}/attempt-1/ranks").glob("node-*/*.log"))) == 4
 
 
+def test_nodes_may_have_different_numbers_of_ranks(clusterctl, start, job_name):
+    program = (ROOT / "examples" / "all_reduce.py").read_text()
+    show = "print('local', *map(os.environ.get, ('LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'ROLE_RANK')))"
+    (clusterctl.folder / "unequal.py").write_text(program.replace("rank, world =", f"{show}\nrank, world ="))
+    process = start("--gpus", "2,1", "--logs", "all", program="unequal.py --ticks 1")
+    text = ended(process, 0, has="2/2 nodes ready   world size 3")
+    assert f"{job_name}   2 nodes with 2 and 1 processes   " in text
+    lines = {line.strip() for line in text.splitlines()}
+    for node, mark, local, many, rank in (
+        ("node-0", "", 0, 2, 0),
+        ("node-0", "[1] ", 1, 2, 1),
+        ("node-1", "", 0, 1, 2),
+    ):
+        assert f"{node} | {mark}tick 0: rank {rank} of 3 sees the sum 3" in lines
+        assert f"{node} | {mark}local {local} {many} {rank}" in lines
+
+
 def test_the_sites_network_variables_reach_the_ranks(clusterctl, backend, start, request):
     """Containers of compose have network devices of their own, so no name of a device enters them."""
     variables = {"NCCL_IB_HCA": "mlx5", "FI_PROVIDER": "efa", "UCX_TLS": "rc", "OMPI_MCA_btl": "tcp"}

@@ -164,7 +164,9 @@ def test_a_name_that_another_launching_machine_has_used_is_refused(machines, run
 
 def test_more_gpus_than_a_node_has_is_an_error_with_its_name(machines, sshd, run):
     inventory(machines.folder, sshd, machines.folder / "remote", gpus=1)
-    run("ticks.py", "--gpus", "2", code=2, has="node-0: --gpus 2 asks for more than its GPUs (1)")
+    any_device = ["--device", "any"]
+    run("ticks.py", "--gpus", "2", *any_device, code=2, has="node-0: --gpus 2 asks for more than its GPUs (1)")
+    run("ticks.py", "--gpus", "1,1,1", *any_device, code=2, has="--gpus 1,1,1: 3 numbers, and the job has 2 nodes")
     run("ticks.py", nodes=4, code=2, has="has only node-0, node-1, node-2")
 
 
@@ -453,6 +455,41 @@ def test_a_spare_held_by_another_job_is_not_used(machines, run, launch, job_name
         assert machines.run("stop", holder)[0] == 0
     assert f"spare not usable: node-2: job {holder} is using its GPUs" in text
     assert "attempt 2 on node-0," in text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "nodes", "names", "numbers"),
+    [
+        ("2,1", ["--spares", "1"], "2", ["node-2", "node-1"], [2, 1]),
+        ("all", ["--spares", "1"], "2", ["node-2", "node-1"], [3, 1]),
+        ("2,1", [], "1:2", ["node-1"], [1]),
+    ],
+    ids=["spare", "spare of its own size", "fewer"],
+)
+def test_unequal_nodes_restart_with_their_own_numbers(machines, launch, job_name, gpus, options, nodes, names, numbers):
+    """After the loss of the first node, which had two ranks."""
+    disks = machines.folder / "disks"
+    for name, ids in (("node-0", [20, 21]), ("node-1", [22]), ("node-2", [23, 24, 25])):
+        describe(machines, {name: {"gpus": ids, "run_dir": str(disks / name)}})
+    words = ["--device", "any", "--max-restarts", "1", "--gpus", gpus, "--logs", "all", *options]
+    process = machines.start(*launch("ticks.py --ticks-later 2", *words, nodes=nodes))
+    machines.wait_for(job_name, "tick 1", node="node-1")
+    (disks / "node-0").rename(disks / "gone")
+    (disks / "node-0").touch()  # not writable
+    text = ended(process, 0)
+    world = sum(numbers)
+    assert f"attempt 2 on {', '.join(names)}," in text
+    assert " rank 2 of 3" in text
+    later = machines.folder / "runs" / job_name / "attempt-2" / "ranks"
+    first = 0
+    for name, number in zip(names, numbers, strict=True):
+        found = [path.read_text() for path in sorted((later / name).glob("*.log"))]
+        assert len(found) == number
+        for local, lines in enumerate(found):
+            assert f"rank {first + local} of {world}" in lines
+        first += number
+    record = json.loads((machines.folder / "records" / f"{job_name}.json").read_text())
+    assert [len(node["gpus"]) for node in record["plan"]["nodes"]] == numbers
 
 
 @pytest.mark.parametrize(("there", "here"), [(0o077, 0o022), (0o002, 0o002), (0o002, 0o077)])

@@ -26,6 +26,11 @@ def test_a_function_runs_in_every_rank_and_its_results_come_back(executor):
     assert (job.state, job.done(), job.exception()) == ("COMPLETED", True, None)
 
 
+def test_each_rank_of_unequal_nodes_has_a_result(executor):
+    executor.update_parameters(nodes=2, clusterctl_gpus="2,1")
+    assert executor.submit(operator.add, 40, 2).results() == [42] * 3
+
+
 def test_an_exception_of_a_function_is_raised_here(executor):
     with pytest.raises(submitit.core.utils.FailedJobError, match="ZeroDivisionError"):
         executor.submit(operator.truediv, 1, 0).result()

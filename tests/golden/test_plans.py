@@ -21,6 +21,9 @@ ROOT = HERE.parents[1]
 JOBS = {
     "trainer": Job("digits", ("-m", "trainer", "train", "--device", "cpu"), 3, 2, "/home/ann/runs", device="cpu"),
     "cuda": Job("coco", ("-m", "trainer", "train"), 2, 2, "/home/ann/runs", device="cuda", gpus=(0, 1, 2, 3)),
+    "unequal": Job(
+        "coco", ("-m", "trainer", "train"), 3, (2, 1, 1), "/home/ann/runs", device="cuda", gpus=(0, 1, 2, 3)
+    ),
     "foreign": Job(
         "mine",
         ("train.py", "--note", "a'; echo foo", "--and", 'a"=0"', "--line", "one\ntwo", "--cost", "$5 @rank@"),
@@ -38,10 +41,12 @@ JOBS = {
 #: The golden plans: each backend and each runtime once. The part of a script that no job changes is shown as its name.
 PLANS = (
     "compose-cuda",
+    "compose-unequal",
     "compose-foreign",
     "local-foreign",
     "ssh-docker-trainer",
     "ssh-podman-cuda",
+    "ssh-docker-unequal",
     "slurm-apptainer-cuda",
     "slurm-docker-cuda",
     "slurm-none-foreign",
@@ -64,7 +69,7 @@ def hosts(job, runtime):
         Machine(
             f"gpu-{letter}",
             f"10.0.0.{rank}",
-            gpus=tuple(range(rank, rank + job.procs_per_node)),
+            gpus=tuple(range(rank, rank + job.procs[rank])),
             login=f"ann@gpu-{letter}",
             run_dir="/home/ann/clusterctl/runs",
             data_dir="" if runtime == "none" else "/home/ann/clusterctl/data",

@@ -44,6 +44,26 @@ def change_agent(monkeypatch, folder, file, old, new):
     monkeypatch.setattr(f"{__name__}.AGENT", copy)
 
 
+@pytest.mark.parametrize(
+    ("node", "ranks", "first"),
+    [("0", 2, {}), ("1", 1, {"CLUSTER_FIRST_RANK": "2"}), ("2", 2, {"CLUSTER_FIRST_RANK": "3"})],
+)
+def test_ranks_of_unequal_nodes_are_numbered_after_those_of_the_nodes_before(tmp_path, node, ranks, first):
+    begin, fails = int(first.get("CLUSTER_FIRST_RANK", "0")), int(node) + 1
+    program = f"""
+print('is', *map(os.environ.get, ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'ROLE_RANK')))
+open(f"{{os.environ['CLUSTER_RUN_DIR']}}/rank-{{rank}}", "w").close()
+while sum(name.startswith("rank-") for name in os.listdir(os.environ['CLUSTER_RUN_DIR'])) < {ranks}:
+    time.sleep(0.01)
+sys.exit(rank == {fails})
+"""
+    shared = {"PET_NNODES": "3", "PET_NODE_RANK": node, "CLUSTER_WORLD_SIZE": "5", "CLUSTER_NODE": "node-0"}
+    code, out, status = Node(tmp_path, program, ranks=ranks, **shared, **first).end()
+    for local in range(ranks):
+        assert f"is {begin + local} 5 {local} {ranks} {begin + local}" in out
+    assert (code, status["failure"]["rank"], status["failure"]["local_rank"]) == (1, fails, fails - begin)
+
+
 class Node:
     """One node's agent, started with a program as its ranks."""
 

@@ -9,7 +9,7 @@ from cluster.backends import BACKENDS
 from cluster.errors import UsageError
 from cluster.spec import defaults
 from cluster.spec.defaults import Here
-from cluster.spec.model import Inventory, Machine, Mount, nodes_of, this_machine
+from cluster.spec.model import Inventory, Job, Machine, Mount, nodes_of, this_machine
 from cluster.spec.request import Request
 
 LAPTOP = Here(cwd="/home/ann/work", user="1000:1000", python="/venv/bin/python", gpus=())
@@ -393,3 +393,192 @@ def test_jobs_share_a_setup_that_depends_on_nothing_else(text, env, changed):
 )
 def test_a_setup_of_a_folder_or_of_a_huge_file_is_the_jobs_own(text):
     assert setup_key(text) == ""
+
+
+def machines(*counts):
+    """Machines n0, n1, ... with so many GPUs."""
+    return tuple(
+        Machine(f"n{index}", f"10.0.0.{index}", tuple(range(count)), login=f"n{index}", run_dir="/r", runtime="none")
+        for index, count in enumerate(counts)
+    )
+
+
+def over_ssh(counts, usual="cuda", **request):
+    listed = Inventory(machines(*counts), path="cluster.yaml", device=usual)
+    return defaults.job(Request(command="true", **request), LAPTOP, BACKENDS["ssh"], BACKENDS, listed)[0]
+
+
+@pytest.mark.parametrize(
+    ("counts", "request_", "gpus"),
+    [
+        ((2, 1), {"gpus": "2,1"}, [(0, 1), (0,)]),
+        ((2, 1), {"gpus": "2, 1"}, [(0, 1), (0,)]),
+        ((2, 4, 1), {"gpus": "1,3,1"}, [(0,), (0, 1, 2), (0,)]),
+        ((2, 1), {"gpus": "all"}, [(0, 1), (0,)]),
+        ((2, 1), {"gpus": "all", "device": "any"}, [(0, 1), (0,)]),
+        ((2, 1, 4), {"gpus": "all", "nodes": "1:2", "spares": 1}, [(0, 1), (0,)]),
+        ((2, 1, 2), {"gpus": "2,1", "spares": 1}, [(0, 1), (0,)]),
+        ((2, 2), {"gpus": "2,2"}, [(0, 1), (0, 1)]),
+    ],
+)
+def test_each_node_has_its_own_number_of_processes(counts, request_, gpus):
+    made = over_ssh(counts, **request_)
+    plan = BACKENDS["ssh"].plan(made, attempt=1, port=20000)
+    assert [node.gpus for node in plan.nodes] == gpus
+    assert (made.nodes, made.world_size) == (len(gpus), sum(map(len, gpus)))
+    assert made.procs == tuple(map(len, gpus))
+
+
+def test_equal_numbers_give_the_plan_of_one_number():
+    one = over_ssh((2, 2), gpus="2")
+    assert over_ssh((2, 2), gpus="2,2") == one
+    plans = [
+        BACKENDS["ssh"].plan(made, attempt=1, port=20000) for made in (one, over_ssh((2, 2), gpus="all", name=one.name))
+    ]
+    assert plans[0].steps == plans[1].steps
+
+
+ONLY = "use fewer --gpus, other nodes, or --device cpu (CPU processes instead)"
+OR_ALL = f"use all GPUs of each machine: --gpus all; or {ONLY}"
+
+
+@pytest.mark.parametrize(
+    ("counts", "request_", "message", "hint"),
+    [
+        ((2, 1), {"gpus": "2"}, "n1: --gpus 2 asks for more than its GPUs (1)", OR_ALL),
+        ((2, 0), {"gpus": "2"}, "n1: --gpus 2 asks for more than its GPUs (0)", ONLY),
+        ((2, 1), {"gpus": "1,2"}, "n1: --gpus 1,2 asks for 2 here, more than its GPUs (1)", OR_ALL),
+        (
+            (2, 1, 1),
+            {"gpus": "2,1", "spares": 1},
+            "n2: --gpus 2,1 asks for 2 of a spare, more than its GPUs (1)",
+            OR_ALL,
+        ),
+        (
+            (2, 1),
+            {"gpus": "2,1,1"},
+            "--gpus 2,1,1: 3 numbers, and the job has 2 nodes",
+            "give one number per node (--nodes 3), or one for all nodes: --gpus 2",
+        ),
+        (
+            (2, 1, 1),
+            {"gpus": "2,1", "nodes": "1"},
+            "--gpus 2,1: 2 numbers, and the job has 1 node",
+            "give one number per node (--nodes 2), or one for all nodes: --gpus 2",
+        ),
+        (
+            (2, 0, 1),
+            {"gpus": "all"},
+            "n1: --gpus all, and it has no GPUs",
+            "leave it out (--only n0,n2), or start processes on CPUs: --device cpu --gpus 1",
+        ),
+        (
+            (2, 1, 0),
+            {"gpus": "all", "spares": 1},
+            "n2: --gpus all, and it has no GPUs",
+            "leave it out (--only n0,n1), or start processes on CPUs: --device cpu --gpus 1",
+        ),
+        (
+            (2, 1),
+            {"gpus": "all", "device": "cpu"},
+            "--gpus all: there are no GPUs to count with --device cpu",
+            "give the number of CPU processes per node: --gpus 2",
+        ),
+    ],
+)
+def test_numbers_that_machines_do_not_have_are_an_error_that_helps(counts, request_, message, hint):
+    with pytest.raises(UsageError) as caught:
+        over_ssh(counts, **request_)
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+def test_all_gpus_of_machines_for_cpu_processes_are_an_error():
+    with pytest.raises(UsageError, match=r"no GPUs to count with device: cpu in cluster\.yaml"):
+        over_ssh((2, 1), "cpu", gpus="all")
+
+
+def test_cpu_processes_do_not_depend_on_the_number_of_gpus():
+    """The hint of a number that is too large names --device cpu."""
+    assert over_ssh((2, 1), gpus="4", device="cpu").procs == (4, 4)
+    assert over_ssh((2, 1), "cpu", gpus="4,1").procs == (4, 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "two", "2;1", "2,", ",1", "2,,1", "1.5", "ALL", "all,1", "2 1", "١", "1_0", "9" * 19]
+)
+def test_other_values_of_gpus_are_an_error(text):
+    with pytest.raises(UsageError, match="expected a number, one number per node, or all"):
+        defaults.gpus_per_node(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("0", "at least 1$"), ("2,0", "at least 1 for each node"), ("1,-1", "at least")]
+)
+def test_each_node_has_a_process(text, why):
+    with pytest.raises(UsageError, match=f"--gpus {text}: must be {why}"):
+        defaults.gpus_per_node(text)
+
+
+@pytest.mark.parametrize("backend", ["local", "compose"])
+def test_nodes_on_one_machine_divide_its_gpus_unequally(backend):
+    here = replace(LAPTOP, gpus=(3, 1, 5, 7))
+    made, notes = job(here, backend=backend, nodes="3", gpus="1,2,1")
+    assert [node.gpus for node in nodes_of(made, this_machine())] == [(3,), (1, 5), (7,)]
+    assert (made.device, notes, made.world_size) == ("cuda", [], 4)
+    made, notes = job(replace(here, gpus=(0, 1)), backend=backend, nodes="2", gpus="2,1")
+    assert notes[0].startswith("GPUs on this machine: 2, needed: 3")
+    assert notes[1] == "processes per node: 2 and 1, on the CPU over gloo"
+    assert [node.gpus for node in nodes_of(made, this_machine())] == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "request_", "message", "hint"),
+    [
+        ((), {}, "--gpus all: this machine has no GPU that can be used", "give a number, for CPU processes: --gpus 2"),
+        (
+            (0, 1),
+            {"device": "cpu"},
+            "--gpus all: there are no GPUs to count with --device cpu",
+            "give the number of CPU processes per node: --gpus 2",
+        ),
+        (
+            (0, 1, 2, 3, 4),
+            {"nodes": "2"},
+            "--gpus all: this machine's GPUs are for one node, and the job has 2",
+            "use one node: --nodes 1; or divide them: --gpus 2",
+        ),
+        (
+            (0,),
+            {"nodes": "2"},
+            "--gpus all: this machine's GPUs are for one node, and the job has 2",
+            "use one node: --nodes 1",
+        ),
+    ],
+)
+def test_all_gpus_of_this_machine_are_for_one_node(gpus, request_, message, hint):
+    assert job(replace(LAPTOP, gpus=(3, 1)), gpus="all")[0].gpus == (3, 1)
+    with pytest.raises(UsageError) as caught:
+        job(replace(LAPTOP, gpus=gpus), gpus="all", **request_)
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+@pytest.mark.parametrize("backend", ["slurm", "kubernetes"])
+@pytest.mark.parametrize(("gpus", "number"), [("2,1", 2), ("all", 2), ("1,4", 4)])
+def test_a_scheduler_gives_all_nodes_one_number(backend, gpus, number):
+    with pytest.raises(UsageError) as caught:
+        job(backend=backend, nodes="2", gpus=gpus, image="registry/trainer:1")
+    assert caught.value.message.startswith(f"--gpus {gpus}: ")
+    assert "chooses the machines, so all nodes get the same number" in caught.value.message
+    assert caught.value.hint == f"give all nodes one number: --gpus {number}"
+    assert (
+        job(backend=backend, nodes="2", gpus=f"{number},{number}", image="registry/trainer:1")[0].procs == (number,) * 2
+    )
+
+
+def test_only_a_node_with_several_processes_must_not_have_mig_slices():
+    mixed = (replace(machines(2)[0], gpus=(0, 1)), replace(machines(1)[0], name="n1", gpus=("MIG-1", "MIG-2")))
+    made = Job("job", ("x.py",), 2, (2, 1), "/r", hosts=mixed)
+    assert made.gpus_of_nodes == ((0, 1), ("MIG-1",))
+    for procs, given in (((1, 2), "1,2"), ("all", "all"), (2, "2")):
+        with pytest.raises(UsageError, match=f"--gpus {given}: CUDA shows a process only one MIG slice"):
+            replace(made, procs_per_node=procs)

@@ -51,6 +51,16 @@ def test_the_trainer_with_its_data(to: str) -> None:
 
 
 @pytest.mark.parametrize("to", exporters.FORMATS)
+@pytest.mark.parametrize(("gpus", "number"), [("4,1", 4), ("all", 2)])
+def test_a_task_has_one_number_for_all_nodes(to: str, gpus: str, number: int) -> None:
+    with pytest.raises(UsageError) as caught:
+        task(to, gpus=gpus)
+    assert caught.value.message == f"--gpus {gpus}: a task file has one number for all nodes"
+    assert caught.value.hint == f"give all nodes one number: --gpus {number}"
+    task(to, gpus=str(number))
+
+
+@pytest.mark.parametrize("to", exporters.FORMATS)
 def test_what_is_not_taken_over_is_said(to: str) -> None:
     left_out = {"spares": 1, "partition": "gpu", "settings": ["mem=3G"], "run_root": "out", "stall_timeout_s": 9.0}
     said = task(to, nodes="2:4", **left_out)[1]

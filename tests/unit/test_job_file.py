@@ -62,6 +62,25 @@ def test_the_schema_describes_every_option():
     assert described.keys() == job_file.file_type(BACKENDS).model_fields.keys()
 
 
+@pytest.mark.parametrize(("text", "option"), [("2", "2"), ("[2, 1]", "2,1"), ("2,1", "2,1"), ("[2, 2]", "2")])
+def test_gpus_are_a_number_or_a_list(folder, text, option):
+    (folder / "job.yaml").write_text(f"nodes: 2\ngpus: {text}\ncommand: train.py\n")
+    options = ["--nodes", "2", "--command", "train.py", "--gpus", option, "--device", "cpu"]
+    wanted = plan(*options)
+    assert plan("job.yaml", "--device", "cpu") == wanted
+    clusterctl("plan", "--backend", "compose", *options, "--save", "saved.yaml")
+    assert yaml.safe_load((folder / "saved.yaml").read_text())["gpus"] == yaml.safe_load(
+        option if option == "2" else "[2, 1]"
+    )
+    assert plan("saved.yaml", "--run-dir", wanted["job"]["run_root"]) == wanted
+
+
+def test_all_gpus_are_saved_as_all(folder):
+    text = job_text.write(Request(gpus="all"), "local", {}, BACKENDS)
+    assert yaml.safe_load(text) == {"gpus": "all"}
+    assert job_file.read(text, "job.yaml", BACKENDS) == {"gpus": "all"}
+
+
 def test_a_file_gives_the_same_plan_as_the_options(folder):
     (folder / "job.yaml").write_text(
         "nodes: 2\ngpus: 2\ncommand: [train.py, --name, two words]\nenv: {A: 1, B: x=y}\nsecrets: [KEY]\n"
@@ -122,7 +141,13 @@ def test_a_saved_file_gives_the_plan_of_the_options(folder, monkeypatch):
     [
         ("", "job.yaml is empty"),
         ("comand: train.py", "job.yaml:1: comand: unknown key"),
-        ("gpus: two", "job.yaml:1: gpus: 'two': input should be a valid integer"),
+        ("gpus: two", "job.yaml:1: gpus: two: expected a number, one number per node, or all"),
+        ("gpus: [2, x]", "job.yaml:1: gpus: 2,x: expected a number, one number per node, or all"),
+        ("gpus: {a: 1}", "job.yaml:1: gpus: {'a': '1'} is not a number, a list of numbers or all"),
+        ("gpus: [[1], 2]", "job.yaml:1: gpus: [['1'], '2'] is not a number, a list of numbers or all"),
+        ("gpus: []", "job.yaml:1: gpus: [] is not a number, a list of numbers or all"),
+        ("gpus:", "job.yaml:1: gpus: None is not a number, a list of numbers or all"),
+        ("gpus: [2, 0]", "job.yaml:1: gpus: 2,0: must be at least 1 for each node"),
         ("nodes: 0", "job.yaml:1: nodes: 0: must be at least 1"),
         ("command: {a: b}", "job.yaml:1: command: {'a': 'b'} is not a text or a list of words"),
         ('command: "\'"', 'job.yaml:1: command: "\'": No closing quotation'),

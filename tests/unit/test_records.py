@@ -39,6 +39,16 @@ def test_a_record_comes_back_as_it_was_written(tmp_path, backend):
     assert JobStore(tmp_path).load("a") == record("a", backend=backend)
 
 
+@pytest.mark.parametrize("procs", [2, (2, 1), "all"])
+def test_a_record_has_the_processes_of_each_node(tmp_path, procs):
+    hosts = tuple(Machine(f"n{gpus}", "10.0.0.1", tuple(range(gpus)), login="n", run_dir="/r") for gpus in (2, 4))
+    job = Job("a", ("x.py",), 2, procs, "/runs", hosts=hosts)
+    JobStore(tmp_path).reserve(JobRecord(BACKENDS["ssh"].plan(job, attempt=1, port=20000), 1.0, job))
+    found = JobStore(tmp_path).load("a")
+    assert (found.job, found.plan.job) == (job, job)
+    assert found.job.procs == {2: (2, 2), (2, 1): (2, 1), "all": (2, 4)}[procs]
+
+
 def test_a_name_is_given_once(tmp_path):
     JobStore(tmp_path).reserve(record("a"))
     with pytest.raises(UsageError, match="a job named a already exists"):

@@ -120,6 +120,12 @@ def test_every_rule_decides():
 
 
 WELL = dict.fromkeys("abcd")
+
+
+def names_of(job):
+    return "" if job is None else "".join(host.name for host in job.hosts)
+
+
 AWAY = UnreachableError("b: does not answer")
 
 
@@ -135,12 +141,48 @@ AWAY = UnreachableError("b: does not answer")
     ],
 )
 def test_spares_take_the_places_of_lost_nodes(state, names):
-    assert "".join(node.name for node in restarts.choose(JOB, state)) == names
+    assert names_of(restarts.choose(JOB, state)) == names
 
 
 def test_fewer_nodes_only_with_min_nodes():
     state = WELL | {"a": AWAY, "c": AWAY, "d": AWAY}
-    assert [node.name for node in restarts.choose(replace(JOB, min_nodes=1), state)] == ["b"]
+    assert names_of(restarts.choose(replace(JOB, min_nodes=1), state)) == "b"
+
+
+def with_gpus(machines, *counts):
+    return tuple(replace(machine, gpus=tuple(range(count))) for machine, count in zip(machines, counts, strict=True))
+
+
+UNEQUAL = replace(JOB, procs_per_node=(2, 1), hosts=with_gpus(HOSTS, 2, 4), spares=with_gpus(SPARES, 3, 2), min_nodes=1)
+
+
+@pytest.mark.parametrize(
+    ("procs", "lost", "names", "numbers"),
+    [
+        ((2, 1), "", "ab", (2, 1)),
+        ((2, 1), "a", "cb", (2, 1)),
+        ((2, 1), "b", "ac", (2, 1)),
+        ((2, 1), "ac", "db", (2, 1)),
+        ((2, 1), "bcd", "a", (2,)),
+        ((2, 1), "acd", "b", (1,)),
+        ("all", "", "ab", (2, 4)),
+        ("all", "a", "cb", (3, 4)),
+        ("all", "acd", "b", (4,)),
+    ],
+)
+def test_a_spare_gets_the_number_of_the_node_that_it_replaces_or_with_all_its_own(procs, lost, names, numbers):
+    job = restarts.choose(replace(UNEQUAL, procs_per_node=procs), WELL | dict.fromkeys(lost, AWAY))
+    assert (names_of(job), job.procs, job.world_size, job.nodes) == (names, numbers, sum(numbers), len(numbers))
+    plan = BACKENDS["ssh"].plan(job, attempt=2, port=20000)
+    assert [len(node.gpus) for node in plan.nodes] == list(numbers)
+
+
+def test_a_spare_is_surveyed_for_the_largest_node():
+    """Before it is known which node it will replace."""
+    surveyed = UNEQUAL.on((*UNEQUAL.hosts, *UNEQUAL.spares))
+    assert surveyed.procs == (2, 1, 2, 2)
+    assert replace(UNEQUAL, procs_per_node="all").on(UNEQUAL.spares).procs == (3, 2)
+    assert UNEQUAL.on(UNEQUAL.hosts[1:]).procs == (1,)
 
 
 def test_a_node_that_does_not_answer_is_not_late():

@@ -138,6 +138,7 @@ class KubernetesBackend(Backend):
     refusals: ClassVar[Mapping[str, str]] = {
         "--spares": "Kubernetes gives a restarted job another machine for a lost one",
         "--nodes MIN:MAX": "Kubernetes gives a job all of its nodes, or it waits",
+        "unequal nodes": "Kubernetes chooses the machines, so all nodes get the same number",
         "--wait": "the pods of a job wait in the cluster until GPUs are free",
         "--array": "Kubernetes has no job arrays: launch a job for each line",
         "--build": _NO_PUSH,

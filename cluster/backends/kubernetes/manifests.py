@@ -209,7 +209,7 @@ def render(made: Sequence[Document], head: Sequence[str] = ()) -> str:
 def comment(job: Job, options: Options, *, attempt: int) -> list[str]:
     """Return what to do by hand besides `kubectl create -f`: the commands that `clusterctl launch` runs instead."""
     command = shlex.join(kubectl(options))
-    lines = [f"{job.nodes} nodes x {job.procs_per_node} processes on Kubernetes. Written by `clusterctl plan`."]
+    lines = [f"{script.size(job)} on Kubernetes. Written by `clusterctl plan`."]
     if job.secrets:
         lines.append(f"The pods need a Secret with {', '.join(job.secrets)}; FILE has lines NAME=VALUE:")
         lines.append(f"  {command} create secret generic {job.name}-secrets --from-env-file=FILE")
@@ -309,7 +309,7 @@ def _files_container(job: Job, options: Options) -> Document:
 
 def _environment(job: Job, options: Options, rank: int, *, attempt: int, port: int) -> list[Document]:
     """Return the variables of a node. `job.env` does not override the contract's."""
-    gpus = range(job.procs_per_node if job.device == "cuda" else 0)  # a container numbers its GPUs from 0
+    gpus = range(job.most_procs if job.device == "cuda" else 0)  # a container numbers its GPUs from 0
     values = {
         **job.env,
         contract.NODE: f"node-{rank}",
@@ -332,7 +332,7 @@ def _resources(job: Job, options: Options, *, with_devices: bool) -> Document:
     limits = dict(options.limits)
     if with_devices:
         limits |= {name: str(count) for name, count in options.devices.items()}
-        limits |= {options.gpu_resource: str(job.procs_per_node)} if job.device == "cuda" else {}
+        limits |= {options.gpu_resource: str(job.most_procs)} if job.device == "cuda" else {}
     return _given({"requests": dict(options.requests), "limits": limits})
 
 

@@ -119,7 +119,7 @@ class Agent:
         if settings.node_rank == 0 and is_taken(settings.port):
             return "port %d is already in use: EADDRINUSE" % settings.port
         for local_rank in range(settings.ranks):
-            number = settings.node_rank * settings.ranks + local_rank
+            number = settings.first_rank + local_rank
             variables = dict(environment, **rank_variables(settings, local_rank, hooks))
             try:
                 self._ranks.append(Rank(number, local_rank, command, variables, self._log, self._status))

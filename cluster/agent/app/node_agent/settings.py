@@ -32,6 +32,9 @@ class Settings:
             self.nodes = int(environment["PET_NNODES"])
             self.node_rank = int(environment["PET_NODE_RANK"])
             self.ranks = int(environment["PET_NPROC_PER_NODE"])
+            # nodes with other numbers of ranks than this one have other variables
+            self.first_rank = int(environment.get("CLUSTER_FIRST_RANK") or self.node_rank * self.ranks)
+            self.world_size = int(environment.get("CLUSTER_WORLD_SIZE") or self.nodes * self.ranks)
             self.port = int(environment["PET_MASTER_PORT"])
             self.nodes_on_host = int(environment.get("CLUSTER_NODES_ON_HOST") or 1)
             self._grace_s = float(environment.get("CLUSTER_GRACE") or STOP_GRACE_S)
@@ -78,8 +81,7 @@ def rank_command(arguments: list[str]) -> list[str]:
 
 def rank_variables(settings: Settings, local_rank: int, hooks: str) -> dict[str, str]:
     """Return the variables that torchrun sets for a rank, and the path of the rank's exception in `hooks`."""
-    rank = settings.node_rank * settings.ranks + local_rank
-    world = settings.nodes * settings.ranks
+    rank, world = settings.first_rank + local_rank, settings.world_size
     values = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,
