@@ -57,6 +57,13 @@ class Job:
         self._store = next(rendezvous("env://", timeout=comm.TIMEOUT))[0]  # rank 0 hosts it, unless torchrun does
         self._number = 0
         self._is_stopped = False
+        self._store.set(f"local size/{world.rank}", str(world.local_size))
+
+    def most_on_a_node(self) -> int:
+        """Return the number of ranks of the largest node."""
+        keys = [f"local size/{rank}" for rank in range(self.world.size)]
+        self._store.wait(keys, comm.TIMEOUT)
+        return max(int(self._store.get(key)) for key in keys)
 
     def run(self, request: Request, ranks: int) -> Any:
         """Run the first `ranks` ranks of the job, as `run_here` does. Rank 0 calls this."""

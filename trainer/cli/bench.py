@@ -49,7 +49,7 @@ class BenchSettings:
         """Return how to measure each point."""
         from trainer.bench.measure import Effort, threads_of
 
-        on_machine = job.world.local_size if job else most_ranks
+        on_machine = job.most_on_a_node() if job else most_ranks
         return Effort(self.warmup, self.steps or 0, self.threads or threads_of(self.device, on_machine))
 
     def __post_init__(self) -> None:
