@@ -64,7 +64,7 @@ class JobFile(Keys):
 
     name: str = ""
     nodes: Count = ""
-    gpus: GpuCounts = "1"
+    gpus: GpuCounts = Field(default="1", json_schema_extra={"default": 1})
     command: Words = Field(default_factory=list)
     args: Words = Field(
         default_factory=list,
