@@ -458,6 +458,25 @@ def test_a_spare_held_by_another_job_is_not_used(machines, run, launch, job_name
 
 
 @pytest.mark.parametrize(
+    ("gpus", "ids"), [("2,1", {"node-2": [43, 44], "node-0": [41]}), ("all", {"node-1": [42], "node-2": [43, 44]})]
+)
+def test_a_waiting_job_gets_machines_for_its_unequal_nodes(machines, run, launch, job_name, gpus, ids):
+    """One GPU of the first machine is in use."""
+    for name, own in (("node-0", [40, 41]), ("node-1", [42]), ("node-2", [43, 44])):
+        describe(machines, {name: {"gpus": own, "run_dir": str(machines.folder / "disks" / name)}})
+    holder = f"{job_name}-holder"
+    run("ticks.py", "--only", "node-0", "--device", "any", "--detach", name=holder, nodes=1)
+    try:
+        run("ticks.py --ticks 1", "--device", "any", "--gpus", gpus, "--wait", "60s")
+    finally:
+        assert machines.run("stop", holder)[0] == 0
+    record = json.loads((machines.folder / "records" / f"{job_name}.json").read_text())
+    assert {node["name"]: node["gpus"] for node in record["plan"]["nodes"]} == ids
+    first = machines.folder / "runs" / job_name / "attempt-1" / "ranks" / next(iter(ids)) / "0.log"
+    assert f"rank 0 of {sum(map(len, ids.values()))}" in first.read_text()
+
+
+@pytest.mark.parametrize(
     ("gpus", "options", "nodes", "names", "numbers"),
     [
         ("2,1", ["--spares", "1"], "2", ["node-2", "node-1"], [2, 1]),

@@ -202,18 +202,22 @@ def on_ranks(nodes, work):
         return list(pool.map(one, worlds))
 
 
-@pytest.mark.parametrize("painter", [None, SourceChecker], ids=["workers", "device"])
-def test_ranks_fill_a_cache_together(dataset, decoded, painter):
+@pytest.mark.parametrize(
+    ("painter", "nodes"),
+    [(None, [2]), (SourceChecker, [2]), (None, [2, 1])],
+    ids=["workers", "device", "unequal nodes"],
+)
+def test_ranks_fill_a_cache_together(dataset, decoded, painter, nodes):
     def work(world, exchange):
         loader = loader_of(dataset, painter=painter and painter())
         loader.cache("auto", [], world, exchange, 1, print)
         loader.fill_cache(world, exchange, 1)
         return loader
 
-    for loader in on_ranks([2], work):
+    for loader in on_ranks(nodes, work):
         assert loader._collate.cached.is_complete
         assert not painter or (loader._collate.resident._states == 1).all()
-    assert sorted(decoded) == list(range(len(dataset)))
+    assert sorted(decoded) == sorted([*range(len(dataset))] * len(nodes))
 
 
 @pytest.mark.parametrize("shared", [True, False])

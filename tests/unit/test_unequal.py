@@ -24,11 +24,10 @@ def unequal(*counts: int) -> list[dict[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("cache", ["disk", "ram"])
-def test_ranks_of_unequal_nodes_fill_a_cache_and_train_as_one_rank_does(tmp_path: Path, cache: str) -> None:
+def test_ranks_of_unequal_nodes_train_as_one_rank_does(tmp_path: Path) -> None:
     data = squares(tmp_path / "squares", train=10)
     arguments = ["--data", str(data), "--imgsz", "64", "--batch", "4", "--epochs", "2", "--device", "cpu", "--sync-bn"]
-    arguments += ["--cfg", str(TINY), "--log-steps", "--project", ".", "--cache", cache]
+    arguments += ["--cfg", str(TINY), "--log-steps", "--project", ".", "--cache", "disk"]
     found = {}
     for name, environments in (("alone", ranks(1)), ("unequal", unequal(2, 1)), ("reverse", unequal(1, 2))):
         own = {"XDG_CACHE_HOME": str(tmp_path / f"cache-{name}")}
