@@ -98,6 +98,17 @@ def test_two_nodes_train_as_the_ranks_of_one(yolo, clusterctl, job_name, version
     assert {row["state"] for row in state} == {"done"}
 
 
+def test_unequal_nodes_train_as_the_ranks_of_one(yolo, clusterctl, job_name):
+    words = ["detect", "train", "data=squares/data.yaml", "model=yolo26n.yaml", "epochs=1", *SMALL, "batch=6"]
+    one = f"{job_name}-1"
+    clusterctl.expect(0, *yolo(NEW, (2, "2,1"), *words), has="world size 3", timeout_s=300)
+    clusterctl.expect(0, *yolo(NEW, (1, 3), *words, name=one), timeout_s=300)
+    checkpoints = [clusterctl.folder / "runs" / name / "weights" / "last.pt" for name in (job_name, one)]
+    command = [python_of(NEW), "-c", DIGEST, *checkpoints]
+    found = subprocess.run(command, env=clusterctl.env, capture_output=True, text=True, check=True).stdout
+    assert len(set(found.splitlines()[-2:])) == 1, found
+
+
 def rank_of(job, rank):
     """Return the pid of a rank of a job on this machine."""
 
