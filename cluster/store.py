@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 Outcome = Literal["done", "failed", "stopped"]
 #: How often, and with which pause in seconds, a taken lock is tried.
 _TRIES, _PAUSE_S = 3, 0.02
+#: How often the time is renewed at which a job was last seen in the same state.
+_SEEN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,16 @@ class Unreadable:
     job_id: str
     path: Path
     error: ClusterError
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A job's state when its nodes last answered `at` a time, since when it had that state, and its nodes' phases."""
+
+    state: str
+    since: float
+    at: float
+    phases: Mapping[str, str]
 
 
 class JobStore:
@@ -140,6 +154,35 @@ class JobStore:
             record = self.load(launched.plan.job_id)
             if record.job.launch_id == launched.job.launch_id and not record.is_cleared:
                 _replace(path, replace(record, is_cleared=True))
+
+    def see(self, record: JobRecord, state: str, phases: Mapping[str, str]) -> None:
+        """Remember the state in which a job's nodes have just been seen, for the time when they do not answer.
+
+        The time of a state that does not change is renewed every few seconds. Without space for it, nothing is kept.
+        """
+        last, now = self.seen(record), time.time()
+        is_new = last is None or (last.state, last.phases) != (state, phases)
+        if last is not None and not is_new and now - last.at < _SEEN_S:
+            return
+        path = self._path(record.plan.job_id).with_suffix(".seen")
+        since = last.since if last is not None and last.state == state else now
+        known = {"launch_id": record.job.launch_id, "state": state, "since": since, "at": now, "phases": dict(phases)}
+        partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
+        try:
+            partial.write_text(json.dumps(known) + "\n")
+            partial.replace(path)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+    def seen(self, record: JobRecord) -> Seen | None:
+        """Return what `see` has kept of a job; None if nothing is known."""
+        try:
+            known = json.loads(self._path(record.plan.job_id).with_suffix(".seen").read_text())
+            found = Seen(str(known["state"]), float(known["since"]), float(known["at"]), dict(known["phases"]))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return found if known["launch_id"] == record.job.launch_id else None
 
     def supervised(self) -> frozenset[str]:
         """Return the launch IDs of the jobs that a process on this machine follows and may restart at any moment."""

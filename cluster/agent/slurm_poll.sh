@@ -1,12 +1,13 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# Prints the state of a Slurm job's nodes, on its login node. Variables: `job` (its name), `most` (bytes of a log), `format` (squeue's
-# columns), `folder` (the job's), `old` (the maximum age in seconds of squeue's cached output); FOLDER NODE OFFSET for each
-# node are the arguments. Four lines come first: squeue's line, or empty; attempt and hosts; squeue's error; the batch
-# script's error.
+# Prints the state of the nodes of Slurm jobs, on their login node. Variables: `most` (bytes of a log), `format` (squeue's
+# columns), `old` (the maximum age in seconds of squeue's cached output). The arguments are, for each job, its name, its folder
+# and the number of its nodes, then FOLDER NODE OFFSET for each of these. Four lines come first for each job: squeue's line, or
+# empty; attempt and hosts; squeue's error; the batch script's error.
 # The job's number is in `submitted`. Until it is known, the newest job of this name is meant.
 clear_slurm
 
 state() { if first_line "$1/$2.exit"; then state="exit $line"; else state=alive; fi; }
+folder=$2
 # In the run directory, because everybody has /tmp of a login node. Without a folder of this user there is no cache.
 if own=$(own_folder "${folder%/*}/.cache" "$(id -u)" "$folder/submitted"); then cache="$own/squeue"
 else cache=$(mktemp -d)/squeue && trap 'rm -rf -- "${cache%/*}"' EXIT; fi
@@ -18,22 +19,32 @@ if [ $(($(date +%s) - $(stat -c %Y "$cache" 2>/dev/null || echo 0))) -ge "$old" 
     else touch -- "$cache"; fi
 fi
 exec 9>&-
-number=$(submitted "$folder")
-case $number in
-    *_*) line=$(awk -v array="${number%_*}" -v task="${number#*_}" \
-        'substr($0, 67, 16) + 0 == array && substr($0, 83, 12) + 0 == task && substr($0, 83, 1) != "N"' "$cache") ;;
-    ?*) line=$(awk -v number="$number" 'substr($0, 51, 16) + 0 == number' "$cache" | tail -n 1) ;;
-    *) line=$(grep -e "^$job " "$cache" 2>/dev/null | sort -k 2,2n | tail -n 1) ;;
-esac
-echo "$line"
-first_line "$folder/attempt"
-printf '%s\n' "$line"
-head -n 1 "$cache.err" 2>/dev/null | tr -d '\n'; echo
-# The newest lines come first, back to the start of the attempt. srun's other messages matter until it has started a node.
-said=$({ end_of "$folder/slurm.log" | tail -n 1000; end_of "$1/srun.err"; } | tac | sed '/^attempt [0-9]* is job /q')
-first=
-compgen -G "$1/node-*.pid" > /dev/null || first='^srun: '
-for error in '^error: ' '^s(run|batch): fatal: ' '^sbatch: error: ' '^srun: error: .*Exited with exit code' $first; do
-    grep -m 1 -E "$error" <<< "$said" && break
-done | tr -d '\n'; echo
-nodes "$@"
+# Prints the four lines of the job $1, whose folder is $2, and that of its attempt $3.
+about() {
+    local job=$1 folder=$2 number said first error
+    number=$(submitted "$folder")
+    case $number in
+        *_*) line=$(awk -v array="${number%_*}" -v task="${number#*_}" \
+            'substr($0, 67, 16) + 0 == array && substr($0, 83, 12) + 0 == task && substr($0, 83, 1) != "N"' "$cache") ;;
+        ?*) line=$(awk -v number="$number" 'substr($0, 51, 16) + 0 == number' "$cache" | tail -n 1) ;;
+        *) line=$(grep -e "^$job " "$cache" 2>/dev/null | sort -k 2,2n | tail -n 1) ;;
+    esac
+    echo "$line"
+    first_line "$folder/attempt"
+    printf '%s\n' "$line"
+    head -n 1 "$cache.err" 2>/dev/null | tr -d '\n'; echo
+    # The newest lines come first, back to the start of the attempt. srun's other messages matter until it has started a node.
+    said=$({ end_of "$folder/slurm.log" | tail -n 1000; end_of "$3/srun.err"; } | tac | sed '/^attempt [0-9]* is job /q')
+    first=
+    compgen -G "$3/node-*.pid" > /dev/null || first='^srun: '
+    for error in '^error: ' '^s(run|batch): fatal: ' '^sbatch: error: ' '^srun: error: .*Exited with exit code' $first; do
+        grep -m 1 -E "$error" <<< "$said" && break
+    done | tr -d '\n'; echo
+}
+while [ $# -gt 0 ]; do
+    about "$1" "$2" "$4"
+    words=$((3 * $3))
+    shift 3
+    nodes "${@:1:words}"
+    shift "$words"
+done

@@ -62,11 +62,12 @@ class Launched:
         return JobResult(outcome, record.exit_code, why, scored.as_json() if scored else None)
 
     def state(self) -> str:
-        """Return joining, running, done, failed or stopped."""
+        """Return queued, starting, joining, running, unreachable, done, failed or stopped."""
         from cluster.supervisor import jobs
 
         records = JobStore()
-        return jobs.poll(records.load(self.name), records).state
+        (polled,) = jobs.poll_all([records.load(self.name)], records)
+        return polled.state
 
     def stop(self, grace_s: float | None = None) -> None:
         """Stop the job on every node; kill what still runs after `grace_s`, by default the job's. Safe to repeat."""

@@ -24,7 +24,8 @@ from cluster.store import JobStore
 from cluster.supervisor import jobs, launcher
 
 #: Job states, and Slurm's names for them.
-_STATES = {"joining": "PENDING", "running": "RUNNING", "done": "COMPLETED", "failed": "FAILED", "stopped": "CANCELLED"}
+_STATES = dict.fromkeys(("queued", "starting", "joining"), "PENDING")
+_STATES |= {"running": "RUNNING", "done": "COMPLETED", "failed": "FAILED", "stopped": "CANCELLED"}
 
 
 class StoreWatcher(core.InfoWatcher):
@@ -34,7 +35,7 @@ class StoreWatcher(core.InfoWatcher):
         """Return PENDING, RUNNING, COMPLETED, FAILED or CANCELLED; UNKNOWN if the job or its nodes cannot be read."""
         records = JobStore()
         try:
-            return _STATES[jobs.poll(records.load(job_id), records).state]
+            return _STATES.get(jobs.poll(records.load(job_id), records).state, "UNKNOWN")
         except ClusterError:
             return "UNKNOWN"
 

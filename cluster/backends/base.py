@@ -90,6 +90,14 @@ class Backend(Traits, abc.ABC):
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
         """Return one status per node of the plan, in its order. Update the local copies of the nodes' logs."""
 
+    def observe_all(self, plans: Sequence[Plan]) -> list[Sequence[NodeStatus] | ClusterError]:
+        """Return what `observe` returns for each plan, or why the state of its nodes is unknown, without their logs.
+
+        As few commands as possible: one for each machine, scheduler or cluster, not for each plan.
+        """
+        names = [str(number) for number in range(len(plans))]
+        return [*parallel.each(names, lambda number: self.observe(plans[int(number)])).values()]
+
     @abc.abstractmethod
     def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
         """Stop all nodes, and wait for their end. Idempotent. Raises ClusterError if something still runs.

@@ -117,16 +117,27 @@ class ComposeBackend(Backend):
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
         """Return statuses from the agents' status files and `docker inspect`; without a container a node is lost."""
-        names = [f"{plan.job_id}-{node.name}" for node in plan.nodes]
+        (found,) = self.observe_all([plan])
+        if isinstance(found, ClusterError):
+            raise found
+        return found
+
+    def observe_all(self, plans: Sequence[Plan]) -> list[Sequence[NodeStatus] | ClusterError]:
+        """Run one `docker inspect`."""
+        names = [f"{plan.job_id}-{node.name}" for plan in plans for node in plan.nodes]
         found = self._docker("inspect", "--type", "container", *names)
         if found.code and "no such container" not in found.err.lower():
-            raise UnreachableError(f"this machine: docker inspect: {found.last_line}", "docker info")
+            return [UnreachableError(f"this machine: docker inspect: {found.last_line}", "docker info") for _ in plans]
         states = {
-            container["Name"].lstrip("/"): container["State"]
+            (container["Name"].lstrip("/"), (container["Config"]["Labels"] or {}).get(contract.LAUNCH_ID)): container
             for container in json.loads(found.out or "[]")
-            if (container["Config"]["Labels"] or {}).get(contract.LAUNCH_ID) == plan.job.launch_id
         }
-        return [_status(plan, node.name, states.get(name)) for node, name in zip(plan.nodes, names, strict=True)]
+
+        def state(plan: Plan, node: Node) -> Mapping[str, Any] | None:
+            container = states.get((f"{plan.job_id}-{node.name}", plan.job.launch_id))
+            return container and container["State"]
+
+        return [[_status(plan, node.name, state(plan, node)) for node in plan.nodes] for plan in plans]
 
     def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
         """Stop and remove the containers, then the network."""

@@ -23,7 +23,11 @@ class HostsBackend(Backend):
     """One script per node: N nodes on this machine, or one on each machine of an inventory."""
 
     def __init__(self) -> None:
-        self._monitor = NodeMonitor(lambda plan, machine: monitor.poll(plan, machine, "poll")[1])
+        script = monitor.Script("poll")
+        self._monitor = NodeMonitor(
+            lambda plan, machine: monitor.poll(plan, machine, script)[1],
+            lambda plans, machine: [found for _, found in monitor.poll_all(plans, machine, script)],
+        )
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step per node: its script, and the command that runs it."""
@@ -77,6 +81,10 @@ class HostsBackend(Backend):
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
         """Return statuses from the agents' files and the scripts' exit codes. Append to copies of the logs."""
         return self._monitor.statuses(plan)
+
+    def observe_all(self, plans: Sequence[Plan]) -> list[Sequence[NodeStatus] | ClusterError]:
+        """Run one command on each machine."""
+        return [*self._monitor.statuses_of(plans)]
 
     def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
         """Send SIGTERM to the job's processes, and SIGKILL after `grace_s`; remove its containers. Try all machines."""

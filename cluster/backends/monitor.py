@@ -13,8 +13,8 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cluster import contract
@@ -47,6 +47,8 @@ HEARTBEAT_TIMEOUT_S = 60.0
 _FORGET_AFTER_S = 600.0
 #: Bytes of a log that one poll fetches at most.
 LOG_CHUNK = 1 << 20
+#: Characters of the arguments of one polling command: Linux takes 128 KB in the one argument that SSH makes of them.
+_MOST_WORDS = 1 << 16
 
 #: The files of a node's folder that hold its state, and are no results; and those that only this machine writes.
 NOT_RESULTS = (
@@ -69,6 +71,10 @@ NOT_RESULTS = (
 
 #: The statuses of a plan's nodes on one machine, by the node's name.
 NodeStatuses = dict[str, NodeStatus]
+#: What a poll finds of each plan: its nodes' statuses, or why they cannot be read.
+Answers = Sequence[NodeStatuses | ClusterError]
+#: A node of an attempt: the names of job and node, and the attempt's number.
+_Key = tuple[str, int, str]
 
 
 class AwakeTime:
@@ -126,13 +132,23 @@ class AwakeClock:
 
 
 class NodeMonitor:
-    """Polls the machines of plans repeatedly; `poll` polls one machine, and raises a ClusterError."""
+    """Polls the machines of plans repeatedly.
 
-    def __init__(self, poll: Callable[[Plan, Machine], NodeStatuses], *, silent_is_lost: bool = True) -> None:
+    `poll` polls one machine for one plan, and `poll_all` for several, without their logs; both raise a ClusterError.
+    """
+
+    def __init__(
+        self,
+        poll: Callable[[Plan, Machine], NodeStatuses],
+        poll_all: Callable[[Sequence[Plan], Machine], Answers] | None = None,
+        *,
+        silent_is_lost: bool = True,
+    ) -> None:
         """`silent_is_lost`: the nodes of a silent machine are lost. With Slurm, its controller decides."""
         self._poll = poll
+        self._poll_all = poll_all or (lambda plans, machine: [poll(plan, machine) for plan in plans])
         self._silent_is_lost = silent_is_lost
-        self._polls: dict[tuple[str, int, str], _MachinePoll] = {}
+        self._polls: dict[tuple[object, ...], _MachinePoll] = {}
         self._forgotten_at = time.monotonic()
         self._lock = threading.Lock()
         #: The machines that did not answer the last poll.
@@ -144,53 +160,106 @@ class NodeMonitor:
 
         A slow machine keeps its last status. A machine that answers neither poll nor ping is silent, and then lost.
         """
-        each = plan.machines
+
+        def work(plans: Sequence[Plan], machine: Machine) -> Answers:
+            return [self._poll(plan, machine) for plan in plans]
+
+        (found,) = self._observe([plan], (plan.job_id, plan.attempt), work)
+        if isinstance(found, ClusterError):
+            raise found
+        return found
+
+    def statuses_of(self, plans: Sequence[Plan], *scope: str) -> list[list[NodeStatus] | ClusterError]:
+        """Return what `statuses` returns or raises for each plan, but poll each machine once for all of them.
+
+        A machine that never answers delays only the first call. Calls with another `scope` have their own polls.
+        """
+        return self._observe(plans, scope, self._poll_all, is_shared=True)
+
+    def _observe(
+        self,
+        plans: Sequence[Plan],
+        scope: tuple[object, ...],
+        work: Callable[[Sequence[Plan], Machine], Answers],
+        *,
+        is_shared: bool = False,
+    ) -> list[list[NodeStatus] | ClusterError]:
+        machines: dict[tuple[str, str], tuple[Machine, list[Plan]]] = {}
+        for plan in plans:
+            for machine in plan.machines:
+                machines.setdefault((machine.login, machine.ssh_config), (machine, []))[1].append(plan)
+        each = [machine for machine, _ in machines.values()]
         if _awake_time().suspensions != self._suspensions:
             self._suspensions = _awake_time().suspensions
             for machine in each:  # a new connection is faster than the timeout of a dead one
                 reach(machine).close()
-        polls = self._polls_of(plan)
-        for machine, poll in zip(each, polls, strict=True):
-            poll.start(functools.partial(self._poll, plan, machine))
-        wait_s = _POLL_WAIT_S if all(poll.statuses for poll in polls) else LOST_AFTER_S  # the first poll logs in
+        polls = dict(zip(machines, self._polls_of([(*scope, *key) for key in machines]), strict=True))
+        for key, (machine, own) in machines.items():
+            polls[key].start(functools.partial(_found, work, tuple(own), machine))
+        first = [poll for poll in polls.values() if not poll.statuses]
+        if is_shared:
+            first = [poll for poll in first if poll.silent_s < LOST_AFTER_S]
+        wait_s = LOST_AFTER_S if first else _POLL_WAIT_S  # the first poll logs in
         # no longer than until a silent machine is lost
-        silent_s = max((poll.silent_s for poll in polls if poll.silent_s < LOST_AFTER_S), default=0.0)
+        silent_s = max((poll.silent_s for poll in polls.values() if poll.silent_s < LOST_AFTER_S), default=0.0)
         wait_s = min(wait_s, LOST_AFTER_S - silent_s + 0.1)
         until = time.monotonic() + (wait_s if any(machine.login for machine in each) else _POLL_TIMEOUT_S)
+        errors: dict[tuple[str, str], ClusterError | None] = {}
+        broken: dict[tuple[str, str], ClusterError] = {}
+        for key, (machine, _) in machines.items():
+            try:
+                errors[key] = polls[key].wait(reach(machine), max(0.0, until - time.monotonic()))
+            except UnreachableError as error:  # this machine's failure
+                broken[key] = error
+        made: list[list[NodeStatus] | ClusterError] = []
+        for plan in plans:
+            keys = [(machine.login, machine.ssh_config) for machine in plan.machines]
+            problem = next((broken[key] for key in keys if key in broken), None)
+            asked = [polls[key] for key in keys]
+            made.append(problem or self._statuses_of(plan, asked, [errors[key] for key in keys]))
+        return made
+
+    def _statuses_of(
+        self, plan: Plan, polls: Sequence["_MachinePoll"], errors: Sequence[ClusterError | None]
+    ) -> list[NodeStatus] | ClusterError:
+        """Return the statuses of a plan's nodes from the polls of its machines, or why its state is unknown."""
         unknown: Phase = "starting" if self._silent_is_lost else "pending"
         found: NodeStatuses = {}
-        for machine, poll in zip(each, polls, strict=True):
-            error = poll.wait(reach(machine), max(0.0, until - time.monotonic()))
+        for machine, poll, error in zip(plan.machines, polls, errors, strict=True):
+            nodes = plan.nodes_on(machine)
+            known = {node.name: poll.statuses.get((plan.job_id, plan.attempt, node.name)) for node in nodes}
             # before the first answer only an error is silence: the login may take long
-            is_new = not poll.statuses and error is None
-            silent = not is_new and (poll.silent_s > 2 * _POLL_WAIT_S or not poll.statuses)
+            has_answered = any(known.values())
+            is_new = not has_answered and error is None
+            silent = not is_new and (poll.silent_s > 2 * _POLL_WAIT_S or not has_answered)
             (self._silent.add if silent else self._silent.discard)((plan.job_id, machine.name))
-            for node in plan.nodes_on(machine):
-                status = poll.statuses.get(node.name) or NodeStatus(node.name, unknown)
+            for node in nodes:
+                status = known[node.name] or NodeStatus(node.name, unknown)
+                if isinstance(status, ClusterError):
+                    return status
                 if silent:
                     status = self._silent_status(status, poll.silent_s, error)
                 elif is_new:
                     status = replace(status, silent="has not answered yet")
                 elif self._silent_is_lost:
-                    status = poll.unless_frozen(status)
+                    status = poll.unless_frozen(plan, status)
                 found[node.name] = status
         if self._silent_is_lost and all(not poll.statuses and poll.silent_s > LOST_AFTER_S for poll in polls):
             # No machine ever answered: rather this machine's network or keys, and the job's state is unknown.
-            error = next((poll.error for poll in polls if isinstance(poll.error, ClusterError)), None)
-            no_answer = UnreachableError(f"{each[0].name}: does not answer")  # the login may be under way
-            raise UnreachableError(error.message, error.hint) if error else no_answer
+            answers = next((poll.error for poll in polls if isinstance(poll.error, ClusterError)), None)
+            no_answer = UnreachableError(f"{plan.machines[0].name}: does not answer")  # the login may be under way
+            return UnreachableError(answers.message, answers.hint) if answers else no_answer
         return [found[node.name] for node in plan.nodes]
 
-    def _polls_of(self, plan: Plan) -> list["_MachinePoll"]:
-        """Return the polls of the plan's machines, and forget those that were not used for some time."""
+    def _polls_of(self, keys: Sequence[tuple[object, ...]]) -> list["_MachinePoll"]:
+        """Return the polls of these machines, and forget those that were not used for some time."""
         with self._lock:
             now = time.monotonic()
             if now - self._forgotten_at >= _FORGET_AFTER_S:
                 self._forgotten_at = now
                 self._polls = {key: poll for key, poll in self._polls.items() if now - poll.used_at < _FORGET_AFTER_S}
-                known = {(job_id, name) for job_id, _, name in self._polls}
-                self._silent = {key for key in self._silent if key in known}
-            keys = [(plan.job_id, plan.attempt, machine.name) for machine in plan.machines]
+                if not self._polls:
+                    self._silent.clear()
             polls = [self._polls.setdefault(key, _MachinePoll()) for key in keys]
             for poll in polls:
                 poll.used_at = now
@@ -208,7 +277,8 @@ class NodeMonitor:
             return status
         why = f"has not answered for {silent_s:.0f} s"
         if error is not None:
-            why += f": {error.message.removeprefix(f'{status.node}: ')}"
+            cause = error.message.removeprefix(f"{status.node}: ")
+            why = f"{why}: {cause}" if silent_s >= 1 else cause
         if silent_s > LOST_AFTER_S and self._silent_is_lost:
             return NodeStatus(status.node, "lost", detail=why, silent=why)
         return replace(status, silent=why)
@@ -218,31 +288,32 @@ class _MachinePoll:
     """The polls of one machine, one at a time, each in a thread: a machine that hangs delays no other."""
 
     def __init__(self) -> None:
-        self.statuses: NodeStatuses = {}
+        self.statuses: dict[_Key, NodeStatus | ClusterError] = {}
         #: Why the last poll failed; None after a success. What is no ClusterError is this machine's failure.
         self.error: Exception | None = None
         self.used_at = 0.0
         self._clock = AwakeClock()
         self._answered_at = self._polled_at = self._clock()
         #: The last heartbeat of each node's agent, and the awake time at which it was new.
-        self._heartbeats: dict[str, tuple[float, float]] = {}
+        self._heartbeats: dict[_Key, tuple[float, float]] = {}
         self._poll_thread: threading.Thread | None = None
         self._ping_thread: threading.Thread | None = None
 
     @property
     def silent_s(self) -> float:
-        """The awake seconds since the machine last answered a poll or a ping."""
-        return self._clock() - self._answered_at
+        """The awake seconds since the machine last answered a poll or a ping; 0 if it has answered the last poll."""
+        has_answered = self._poll_thread is not None and not self._poll_thread.is_alive() and self.error is None
+        return 0.0 if has_answered else self._clock() - self._answered_at
 
-    def unless_frozen(self, status: NodeStatus) -> NodeStatus:
+    def unless_frozen(self, plan: Plan, status: NodeStatus) -> NodeStatus:
         """Return the status, or `lost` if the node's agent runs without a new heartbeat."""
-        _, since = self._heartbeats.get(status.node, (0.0, self._polled_at))
+        _, since = self._heartbeats.get((plan.job_id, plan.attempt, status.node), (0.0, self._polled_at))
         frozen_s = self._polled_at - since
         if status.phase in ("exited", "lost") or frozen_s <= HEARTBEAT_TIMEOUT_S:
             return status
         return NodeStatus(status.node, "lost", detail=f"no heartbeat of its agent for {frozen_s:.0f} s")
 
-    def start(self, work: Callable[[], NodeStatuses]) -> None:
+    def start(self, work: Callable[[], dict[_Key, NodeStatus | ClusterError]]) -> None:
         """Start a poll, unless one is running."""
         if self._poll_thread is None or not self._poll_thread.is_alive():
             if self.error is None:  # time between two polls is no silence
@@ -268,13 +339,16 @@ class _MachinePoll:
             raise UnreachableError(f"the nodes' answer cannot be read: {type(error).__name__}: {error}")
         return error
 
-    def _run(self, work: Callable[[], NodeStatuses]) -> None:
+    def _run(self, work: Callable[[], dict[_Key, NodeStatus | ClusterError]]) -> None:
         try:
             found = work()
             self._polled_at = self._clock()
-            for name, status in found.items():
-                if status.heartbeat != self._heartbeats.get(name, (0.0, 0.0))[0]:
-                    self._heartbeats[name] = (status.heartbeat, self._polled_at)
+            self._heartbeats = {key: seen for key, seen in self._heartbeats.items() if key in found}
+            for key, status in found.items():
+                if isinstance(status, ClusterError):
+                    continue
+                if status.heartbeat != self._heartbeats.get(key, (0.0, 0.0))[0]:
+                    self._heartbeats[key] = (status.heartbeat, self._polled_at)
             self.statuses = found
             self.error, self._answered_at = None, self._polled_at
         except Exception as error:  # `wait` raises it: a thread that just ends would look like a silent machine
@@ -287,32 +361,114 @@ class _MachinePoll:
             poll_thread.join(_POLL_WAIT_S)
 
 
-def poll(plan: Plan, machine: Machine, script: str, head: int = 0, **more: str | int) -> tuple[list[str], NodeStatuses]:
-    """Run the polling script of this name with these variables.
+def _found(
+    work: Callable[[Sequence[Plan], Machine], Answers], plans: Sequence[Plan], machine: Machine
+) -> dict[_Key, NodeStatus | ClusterError]:
+    """Return what `work` finds of each node of the plans on a machine."""
+    found: dict[_Key, NodeStatus | ClusterError] = {}
+    for plan, answer in zip(plans, work(plans, machine), strict=True):
+        if isinstance(answer, ClusterError):
+            found |= {(plan.job_id, plan.attempt, node.name): answer for node in plan.nodes_on(machine)}
+        else:
+            found |= {(plan.job_id, plan.attempt, name): status for name, status in answer.items()}
+    return found
 
-    Append to the local copies of logs that are written elsewhere. Return the script's first `head` lines, and the
-    status of each node. Raises UnreachableError.
+
+@dataclass(frozen=True)
+class Script:
+    """A polling script: its name in agent/, its variables, and the lines that it prints of a job before its nodes.
+
+    `words` are the arguments that precede those of a job's nodes.
+    """
+
+    name: str
+    head: int = 0
+    words: Callable[[Plan, Machine], Sequence[str]] = lambda plan, machine: ()
+    values: Mapping[str, str | int] = field(default_factory=dict)
+
+
+#: The lines that a script prints of a job, and the statuses of its nodes.
+Polled = tuple[list[str], NodeStatuses]
+
+
+def poll(plan: Plan, machine: Machine, script: Script) -> Polled:
+    """Run a polling script for a plan's nodes on a machine, and append to the local copies of logs that are elsewhere.
+
+    Raises UnreachableError.
     """
     nodes = plan.nodes_on(machine)
     copies = {node.name: Path(plan.attempt_dir, f"{node.name}.log") for node in nodes if plan.is_elsewhere(machine)}
     sizes = {name: copy.stat().st_size if copy.exists() else 0 for name, copy in copies.items()}
-    each = [word for node in nodes for word in (attempt_dir(plan, machine), node.name, str(sizes.get(node.name, "")))]
-    command = scripts.command(script, *each, most=LOG_CHUNK, **more)
-    done = reach(machine).run(command, timeout_s=_POLL_TIMEOUT_S)
-    lines = done.out.removesuffix("\n").split("\n")  # not splitlines: a status may have other ends of lines
-    if len(lines) != head + 4 * len(nodes):
-        raise UnreachableError(f"{machine.name}: {done.last_line}")
-    found = {}
-    for index, node in enumerate(nodes):
-        state, why, agent, log = lines[head + 4 * index : head + 4 * index + 4]
-        chunk = base64.b64decode(log)
+    ((lines, logs),) = _run([(plan, _words(plan, machine, script, sizes))], machine, script)
+    head, found = _parsed(plan, machine, script, lines)
+    for node in nodes:
+        chunk = base64.b64decode(logs[node.name])
         if node.name in copies:
             log_files.append(plan, copies[node.name], sizes[node.name], chunk)
-        if len(chunk) < LOG_CHUNK:
-            found[node.name] = status(node.name, parse(agent), state, why)
-        else:  # a node counts as exited once its whole log has been fetched
-            found[node.name] = NodeStatus(node.name, "starting", events=parse(agent).events or ())
-    return lines[:head], found
+        if len(chunk) >= LOG_CHUNK:  # a node counts as exited once its whole log has been fetched
+            found[node.name] = NodeStatus(node.name, "starting", events=found[node.name].events)
+    return head, found
+
+
+def poll_all(plans: Sequence[Plan], machine: Machine, script: Script) -> list[Polled]:
+    """Run a polling script once for the nodes that all plans have on a machine, without their logs.
+
+    The arguments of very many jobs take several commands. Raises UnreachableError.
+    """
+    return [
+        _parsed(plan, machine, script, lines)
+        for part in _parts([(plan, _words(plan, machine, script, {})) for plan in plans])
+        for (plan, _), (lines, _) in zip(part, _run(part, machine, script), strict=True)
+    ]
+
+
+def _words(plan: Plan, machine: Machine, script: Script, sizes: Mapping[str, int]) -> list[str]:
+    """Return the arguments for a plan's nodes on a machine; `sizes` are those of the copies of their logs."""
+    folder = attempt_dir(plan, machine)
+    each = [word for node in plan.nodes_on(machine) for word in (folder, node.name, str(sizes.get(node.name, "")))]
+    return [*script.words(plan, machine), *each]
+
+
+def _parts(pairs: Sequence[tuple[Plan, list[str]]]) -> Iterator[list[tuple[Plan, list[str]]]]:
+    """Divide the plans, so that the arguments of each part are no longer than _MOST_WORDS."""
+    part: list[tuple[Plan, list[str]]] = []
+    size = 0
+    for plan, words in pairs:
+        own = sum(len(word) + 3 for word in words)
+        if part and size + own > _MOST_WORDS:
+            yield part
+            part, size = [], 0
+        part.append((plan, words))
+        size += own
+    if part:
+        yield part
+
+
+def _run(
+    pairs: Sequence[tuple[Plan, list[str]]], machine: Machine, script: Script
+) -> list[tuple[list[str], dict[str, str]]]:
+    """Run a polling script, and return for each plan its lines, and the logs of its nodes. Raises UnreachableError."""
+    words = [word for _, own in pairs for word in own]
+    command = scripts.command(script.name, *words, most=LOG_CHUNK, **script.values)
+    done = reach(machine).run(command, timeout_s=_POLL_TIMEOUT_S)
+    lines = done.out.removesuffix("\n").split("\n")  # not splitlines: a status may have other ends of lines
+    sizes = [script.head + 4 * len(plan.nodes_on(machine)) for plan, _ in pairs]
+    if len(lines) != sum(sizes):
+        raise UnreachableError(f"{machine.name}: {done.last_line}")
+    made = []
+    for (plan, _), size in zip(pairs, sizes, strict=True):
+        own, lines = lines[:size], lines[size:]
+        names = [node.name for node in plan.nodes_on(machine)]
+        made.append((own, dict(zip(names, own[script.head + 3 :: 4], strict=True))))
+    return made
+
+
+def _parsed(plan: Plan, machine: Machine, script: Script, lines: Sequence[str]) -> Polled:
+    found = {}
+    for index, node in enumerate(plan.nodes_on(machine)):
+        state, why, agent = lines[script.head + 4 * index :][:3]
+        found[node.name] = status(node.name, parse(agent), state, why)
+    return list(lines[: script.head]), found
 
 
 def status(name: str, agent: AgentStatus, state: str = "", why: str = "") -> NodeStatus:

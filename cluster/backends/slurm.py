@@ -64,7 +64,7 @@ class SlurmBackend(Backend):
     doctor = "cluster.doctor.slurm"
 
     def __init__(self) -> None:
-        self._monitor = NodeMonitor(self._poll, silent_is_lost=False)
+        self._monitor = NodeMonitor(self._poll, self._poll_all, silent_is_lost=False)
 
     def login_node(self, image: str) -> Machine:
         """Return this machine."""
@@ -196,6 +196,10 @@ class SlurmBackend(Backend):
         """Return statuses from the nodes' exit-code files, or else from squeue. Copy logs from a remote cluster."""
         return self._monitor.statuses(plan)
 
+    def observe_all(self, plans: Sequence[Plan]) -> list[Sequence[NodeStatus] | ClusterError]:
+        """Run one command on each login node, which asks squeue once."""
+        return [*self._monitor.statuses_of(plans)]
+
     def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
         """Cancel the job with scancel, and wait until it ends. Raises ClusterError if it is still in the queue."""
         login = plan.nodes[0].machine
@@ -281,20 +285,45 @@ class SlurmBackend(Backend):
             return replace(plan, attempt=max(attempt, plan.attempt + 1))
         return None if found is not None and found.is_active else plan
 
-    def _query(self, plan: Plan, login: Machine) -> tuple[slurm.Row | None, int, Sequence[str], str, NodeStatuses]:
+    def _query(self, plan: Plan, login: Machine) -> "_Answer":
         """Return the job, its attempt, the hosts, the batch script's error, and the nodes' own statuses."""
-        where = {"job": plan.job_id, "folder": plan.dir_on(login), "format": slurm.FORMAT}
-        head, own = monitor.poll(plan, login, "slurm_poll", head=4, old=INTERVAL_S, **where)
-        line, running, refused, error = head
-        if refused and not line:
-            raise UnreachableError(f"Slurm does not answer: {refused}", "scontrol ping")
-        attempt, *hosts = running.split() or ["0"]
-        return slurm.row(line), int(attempt), hosts, error.removeprefix("error: "), own
+        return _answer(monitor.poll(plan, login, _POLL))
 
     def _poll(self, plan: Plan, login: Machine) -> NodeStatuses:
-        found, attempt, hosts, error, own = self._query(plan, login)
-        statuses = slurm.statuses(plan, found, attempt, hosts, [own[node.name] for node in plan.nodes], error)
-        return {status.node: status for status in statuses}
+        return _statuses(plan, self._query(plan, login))
+
+    def _poll_all(self, plans: Sequence[Plan], login: Machine) -> list[NodeStatuses | ClusterError]:
+        made: list[NodeStatuses | ClusterError] = []
+        for plan, polled in zip(plans, monitor.poll_all(plans, login, _POLL), strict=True):
+            try:
+                made.append(_statuses(plan, _answer(polled)))
+            except ClusterError as error:
+                made.append(error)
+        return made
+
+
+def _words(plan: Plan, login: Machine) -> list[str]:
+    return [plan.job_id, plan.dir_on(login), str(len(plan.nodes_on(login)))]
+
+
+_POLL = monitor.Script("slurm_poll", 4, _words, {"old": INTERVAL_S, "format": slurm.FORMAT})
+#: The job in squeue, its attempt, the hosts, the batch script's error, and the nodes' own statuses.
+_Answer = tuple[slurm.Row | None, int, Sequence[str], str, NodeStatuses]
+
+
+def _answer(polled: monitor.Polled) -> _Answer:
+    """Parse what slurm_poll.sh prints of a job. Raises UnreachableError if Slurm does not answer."""
+    (line, running, refused, error), own = polled
+    if refused and not line:
+        raise UnreachableError(f"Slurm does not answer: {refused}", "scontrol ping")
+    attempt, *hosts = running.split() or ["0"]
+    return slurm.row(line), int(attempt) if attempt.isdigit() else 0, hosts, error.removeprefix("error: "), own
+
+
+def _statuses(plan: Plan, answer: _Answer) -> NodeStatuses:
+    found, attempt, hosts, error, own = answer
+    statuses = slurm.statuses(plan, found, attempt, hosts, [own[node.name] for node in plan.nodes], error)
+    return {status.node: status for status in statuses}
 
 
 def _shell(text: str) -> list[str]:

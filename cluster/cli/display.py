@@ -17,9 +17,10 @@ from cluster.agent.app.node_agent.events import Progress
 from cluster.backends.monitor import AwakeClock
 from cluster.cli.console import print_line, print_log_line
 from cluster.spec.model import Phase, Plan
+from cluster.store import Seen
 from cluster.supervisor import report
 from cluster.supervisor.job_state import JobView
-from cluster.supervisor.jobs import Display
+from cluster.supervisor.jobs import UNREACHABLE, Display
 from cluster.supervisor.report import seconds
 
 _STYLES: dict[Phase, str] = {
@@ -56,10 +57,11 @@ def joined(view: JobView, plan: Plan) -> str:
     return "   ".join([*words, seconds(view.joined_after_s or 0.0)])
 
 
-def node_table(view: JobView, plan: Plan, now: float, *, joins: bool = False) -> Table:
+def node_table(view: JobView, plan: Plan, now: float, *, joins: bool = False, last: Seen | None = None) -> Table:
     """Return one row per node: phase, its duration, and a note, such as when its ranks have printed something last.
 
-    While the job `joins`, the duration of a ready node is the time that it took to join.
+    While the job `joins`, the duration of a ready node is the time that it took to join. `last` is what was seen of a
+    job of which this is the only poll, so that the phase of a node that does not answer is not known.
     """
     table = Table("  node", "phase", Column("for", justify="right"), Column("note", overflow="fold"), **PLAIN)
     for index, node in enumerate(view.nodes):
@@ -71,6 +73,10 @@ def node_table(view: JobView, plan: Plan, now: float, *, joins: bool = False) ->
             note = "; ".join(filter(None, (note, f"last output {seconds(node.quiet_s)} ago")))
         phase = Text(node.phase, _STYLES[node.phase])
         duration = node.since - view.started if joins and node.phase == "ready" else now - node.since
+        if node.silent and not joins:
+            phase = Text(UNREACHABLE, _STYLES["lost"])
+            if last is not None and node.name in last.phases:
+                note, duration = f"{note}; {last.phases[node.name]} before", now - last.at
         table.add_row(f"  {node.name}", phase, seconds(max(0.0, duration)), Text(note))
     return table
 

@@ -176,7 +176,8 @@ def finish(follower: Follower, refusal: str, records: JobStore, out: Console) ->
     if refusal and not (plan.attempt == 1 and refusal == restarts.NO_RESTARTS):
         print_line(out, f"not restarted: {refusal}")
     print_line(out, *report.last_lines(view, verdict, follower.tails))
-    print_line(out, f"all nodes stopped {time.time() - ended_at:.1f} s later; every rank's log: {plan.attempt_dir}")
+    stopped = f"all nodes stopped {time.time() - ended_at:.1f} s later"
+    print_line(out, "; ".join([stopped, *report.logs_of(plan, every_rank=True)]))
     return records.load(plan.job_id).exit_code
 
 
@@ -185,5 +186,5 @@ def print_outcome(record: JobRecord, out: Console) -> int:
     from cluster.supervisor import report
 
     text = f"{record.plan.job_id}: {record.outcome}" + (f" ({record.detail})" if record.detail else "")
-    print_line(out, f"{text}; see: clusterctl logs {record.plan.job_id}")
+    print_line(out, text + (f"; see: clusterctl logs {record.plan.job_id}" if report.logs_of(record.plan) else ""))
     return report.EXIT_DONE if record.outcome == "done" else record.exit_code

@@ -5,8 +5,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,16 +16,21 @@ from cluster.cli import options, streams
 from cluster.cli.console import console, print_line
 from cluster.cli.follow import finish, follow, leave_behind, print_outcome, stop_jobs
 from cluster.cli.signals import EXIT_INTERRUPTED, interrupted, on_interrupt
-from cluster.errors import ClusterError, UsageError, with_hint
+from cluster.errors import UsageError, with_hint
 from cluster.spec.model import JobRecord
 from cluster.spec.request import option
 from cluster.store import JobStore
+
+if TYPE_CHECKING:
+    from cluster.supervisor.jobs import Polled
 
 _NO_SUPERVISOR = "none"
 #: The columns of `ps`.
 _COLUMNS = ("job", "state", "backend", "nodes", "age_s", "supervisor", "run_dir")
 #: How many of the supervisor's notes `status` prints.
 _MOST_NOTES = 10
+#: How many jobs `ps` names that have the same reason.
+_MOST_NAMES = 8
 
 
 def _supervisor_of(record: JobRecord, records: JobStore) -> str:
@@ -34,6 +40,17 @@ def _supervisor_of(record: JobRecord, records: JobStore) -> str:
     if watcher := records.watcher(record.plan.job_id):
         return f"pid {watcher.pid} on {watcher.host}"
     return "the queue" if BACKENDS[record.plan.backend].requeues else _NO_SUPERVISOR
+
+
+def _about(polled: "Polled") -> dict[str, Any]:
+    """Return what `ps` and `status` say in JSON about a job's state: times are Unix times, null if unknown."""
+    return {"last_state": polled.last_state or None, "since": polled.since, "reason": polled.why or None}
+
+
+def _named(names: Sequence[str]) -> str:
+    """Format the names of jobs: `a, b, c and 97 more`."""
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def attach(job: options.JobName, logs: options.Logs = "master") -> None:
@@ -123,8 +140,9 @@ def ps(
 ) -> None:
     """List jobs and their states.
 
-    A job is unreachable if its machines or their Docker Engine do not answer, and unreadable if its record is damaged
-    or was written by another version. The supervisor is the process that restarts the job after a failure.
+    A job is queued while it waits for machines, and unreachable if its nodes, their Docker Engine, the cluster or the
+    queue do not answer: the table says since when, and what the job was doing before. It is unreadable if its record is
+    damaged or was written by another version. The supervisor is the process that restarts the job after a failure.
     """
     from rich.table import Column, Table
 
@@ -133,36 +151,30 @@ def ps(
     from cluster.supervisor.report import from_here, seconds
 
     rows: list[dict[str, Any]] = []
-    problems: list[str] = []
+    shown_states: dict[str, str] = {}
+    reasons: dict[str, list[str]] = {}
     records = JobStore()
-    for record in records:
-        if record.outcome and not every:
-            continue
-        state: str = record.outcome or "unreachable"
-        ready, problem = 0, ""
-        try:
-            if not record.outcome:
-                record, state, view = jobs.poll(record, records)
-                ready = view.ready_count
-        except ClusterError:
-            pass
-        except Exception as error:  # the other jobs are still listed
-            problem = f"{record.plan.job_id}: its state cannot be read: {type(error).__name__}: {error}"
-            problems.append(problem)
-        plan = record.plan
+    now = time.time()
+    for polled in jobs.poll_all([record for record in records if every or not record.outcome], records):
+        plan, state = polled.record.plan, polled.state
+        shown_states[plan.job_id] = polled.words(now)
+        if polled.why and not polled.record.outcome:
+            reasons.setdefault(f"{state}: {polled.why}" if polled.is_readable else polled.why, []).append(plan.job_id)
         row: dict[str, Any] = {"job": plan.job_id, "state": state, "backend": plan.backend}
-        row["nodes"] = f"{ready}/{len(plan.nodes)}" if state in ("joining", "running") else len(plan.nodes)
+        counts = state in ("starting", "joining", "running")
+        row["nodes"] = f"{polled.view.ready_count}/{len(plan.nodes)}" if counts else len(plan.nodes)
         row |= {
-            "age_s": round(time.time() - record.launched_at),
-            "supervisor": "" if problem else _supervisor_of(record, records),
+            "age_s": round(now - polled.record.launched_at),
+            "supervisor": _supervisor_of(polled.record, records) if polled.is_readable else "",
+            "run_dir": plan.run_dir,
         }
-        rows.append(row | {"run_dir": plan.run_dir})
+        rows.append(row | _about(polled))
+    problems = [f"{_named(names)}: {reason}" for reason, names in reasons.items()]
     damaged = records.unreadable()
     for each in damaged:
         row = {"job": each.job_id, "state": "unreadable", "backend": "", "nodes": "", "age_s": "", "supervisor": ""}
         rows.append(row | {"run_dir": "", "record": str(each.path), "error": each.error.message})
     if as_json:
-        print_line(console(stderr=True), *problems)
         print(json.dumps(rows, indent=1))
         return
     if not rows:
@@ -175,7 +187,8 @@ def ps(
         here = str(Path.cwd())
     for row in rows:
         age = seconds(row["age_s"]) if row["age_s"] != "" else ""
-        shown = row | {"age_s": age, "run_dir": from_here(row["run_dir"], here) if row["run_dir"] else row["record"]}
+        shown = row | {"state": shown_states.get(row["job"], row["state"]), "age_s": age}
+        shown |= {"run_dir": from_here(row["run_dir"], here) if row["run_dir"] else row["record"]}
         table.add_row(*(str(shown[key]) for key in _COLUMNS))
     console().print(table)
     print_line(console(), *problems, *(with_hint(each.error.message, each.error.hint) for each in damaged))
@@ -186,30 +199,37 @@ def status(job: options.JobName, as_json: options.AsJson = False) -> None:
     from cluster.cli.display import header, node_table
     from cluster.supervisor import jobs, notes, report
 
-    records = JobStore()
-    record, state, view = jobs.poll(records.load(job), records)
-    supervisor = _supervisor_of(record, records)
+    records, now = JobStore(), time.time()
+    (polled,) = jobs.poll_all([records.load(job)], records)
+    record, state, view = polled.record, polled.state, polled.view
+    supervisor = _supervisor_of(record, records) if polled.is_readable else ""
     kept = notes.Reader(record.plan).lines()
     if as_json:
         keys = ("phase", "note", "exit_code", "quiet_s")
-        nodes = [{"node": node.name, **{key: getattr(node, key) for key in keys}} for node in view.nodes]
+        phases = polled.last.phases if polled.last_state and polled.last else {}
+        nodes = [
+            {"node": node.name, **{key: getattr(node, key) for key in keys}}
+            | ({"phase": state, "last_phase": phases.get(node.name), "note": node.silent} if node.silent else {})
+            for node in view.nodes
+        ]
         metric = view.metric and view.metric.as_json()
-        about = {"job": job, "state": state, "detail": record.detail, "commit": record.commit}
+        about = {"job": job, "state": state, **_about(polled), "detail": record.detail, "commit": record.commit}
         print(json.dumps({**about, "supervisor": supervisor, "notes": kept, "nodes": nodes, "metric": metric}))
         return
     out = console()
     commit = record.commit and f"commit: {record.commit}"
-    print_line(out, *filter(None, (f"{header(record.plan)}   {state}", record.detail, commit)))
+    reason = "" if record.outcome else polled.why
+    print_line(out, *filter(None, (f"{header(record.plan)}   {polled.words(now)}", reason, record.detail, commit)))
     if not record.outcome:
         is_alone = supervisor == _NO_SUPERVISOR
         hint = f" (not restarted after a failure; to change that: clusterctl attach {job})" if is_alone else ""
         print_line(out, f"supervisor: {supervisor}{hint}")
-        out.print(node_table(view, record.plan, time.time()))
+        out.print(node_table(view, record.plan, now, last=polled.last))
     if view.metric is not None:
         epoch = "newest epoch" if view.metric.epoch is None else f"epoch {view.metric.epoch}"
         print_line(out, report.scores(view.metric, epoch))
     print_line(out, *kept[-_MOST_NOTES:])
-    print_line(out, f"logs: {record.plan.attempt_dir}")
+    print_line(out, *report.logs_of(record.plan))
 
 
 def logs(

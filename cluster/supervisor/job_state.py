@@ -180,6 +180,27 @@ def judge(
     return "late" if now - view.timeout_from > timeout_s else "waiting"
 
 
+def is_queued(view: JobView) -> bool:
+    """Return whether a node waits for a machine, and none has run."""
+    return all(node.phase == "pending" for node in view.nodes) and any(not node.where for node in view.nodes)
+
+
+def waits_for(view: JobView) -> str:
+    """Return why a node has no machine yet, in the scheduler's words; "" if it has not said so."""
+    return next((node.note for node in view.nodes if node.phase == "pending" and node.note and not node.where), "")
+
+
+def silence(view: JobView) -> str:
+    """Return which nodes do not answer, and why; "" if all answer."""
+    found: dict[str, list[str]] = {}
+    for node in view.nodes:
+        if node.silent:
+            found.setdefault(node.silent, []).append(node.name)
+    if len(found) == 1 and len(view.nodes) == sum(map(len, found.values())):
+        return next(iter(found))
+    return "; ".join(f"{', '.join(names)}: {why}" for why, names in found.items())
+
+
 def overdue(view: JobView, now: float, grace_s: float) -> list[NodeView]:
     """Return the nodes that have not exited although the job has been done for `grace_s`, and some seconds at least.
 
@@ -233,6 +254,8 @@ def _fold_status(node: NodeView, status: NodeStatus, now: float) -> None:
     node.silent, node.stall, node.usage, node.leaving = status.silent, status.stall, status.usage, status.leaving
     node.left_at = (node.left_at or now) if status.leaving else None
     node.lost, node.quiet_s = status.lost or node.lost, status.quiet_s
+    if node.phase not in ("exited", "lost"):
+        node.where = status.where
     if status.phase in ("exited", "lost"):
         if node.phase == status.phase:
             return
@@ -243,8 +266,8 @@ def _fold_status(node: NodeView, status: NodeStatus, now: float) -> None:
     elif _ORDER[status.phase] > _ORDER[node.phase] or (status.starts_over and status.phase != node.phase):
         node.phase, node.since, node.note = status.phase, now, status.detail
         node.reached = node.reached and not status.starts_over
-    elif status.detail:
-        node.note = status.detail
+    elif status.detail and (status.phase != "pending" or node.phase == "pending"):
+        node.note = status.detail  # not that of a queue whose answer is older than the node's own
 
 
 def _fold_event(view: JobView, event: Event, now: float) -> None:

@@ -14,11 +14,12 @@ from typing import Literal, NamedTuple
 
 from cluster.agent.app.node_agent.events import Event, Metric
 from cluster.backends import BACKENDS, log_files, logs, monitor
-from cluster.errors import ClusterError, UnreachableError
-from cluster.spec.model import JobRecord, Plan
-from cluster.store import JobStore, Outcome
+from cluster.errors import ClusterError, UnreachableError, with_hint
+from cluster.spec.model import JobRecord, NodeStatus, Plan
+from cluster.store import JobStore, Outcome, Seen
 from cluster.supervisor import job_state, report
 from cluster.supervisor.job_state import JobView, Verdict
+from cluster.transport import parallel
 
 POLL_S = 0.4
 #: Time between SIGTERM and SIGKILL after a failure: the ranks have nothing left to save.
@@ -93,10 +94,11 @@ def follow(
     patience_s: Callable[[JobView], float] = lambda _: job_state.RETURN_S,
     *,
     tends: bool = False,
+    records: JobStore | None = None,
 ) -> Follower:
     """Poll an attempt until it is done, failed, stalled or late for the rendezvous. Stop nothing.
 
-    The job's supervisor `tends` an attempt that waits for its machines.
+    The job's supervisor `tends` an attempt that waits for its machines. `records` keep the state that was seen last.
     Timeouts exclude the time in which this process was suspended. `patience_s` returns how long a machine that does not
     answer may stay silent (see `fold`).
     """
@@ -121,6 +123,8 @@ def follow(
         job = record.job
         verdict = job_state.judge(follower.view, now, plan.job.timeout_s, job.stall_timeout_s, job.grace_s)
         follower.verdict = verdict
+        if records is not None and not unreachable:
+            _see(record, records, _state(record, follower.view, now), follower.view)
         if verdict == "failed":
             if job_state.failing(follower.view)[0].phase != "lost":
                 # The first failure makes the other nodes fail within moments. Poll again, in case one of those was
@@ -174,30 +178,148 @@ def _before_tracebacks(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]
 
 
 class Polled(NamedTuple):
-    """A job as one poll found it: its record, its state (done, failed, stopped, joining or running) and its view."""
+    """A job as one poll found it.
+
+    Its `state` is done, failed, stopped, queued, starting, joining, running or unreachable. `reason` says what a queued
+    job waits for, or why an unreachable one does not answer, and `hint` what to do. `last` is what was seen of it last.
+    `is_readable`: the record fits this version of the program.
+    """
 
     record: JobRecord
     state: str
     view: JobView
+    reason: str = ""
+    hint: str = ""
+    last: Seen | None = None
+    is_readable: bool = True
+
+    @property
+    def since(self) -> float | None:
+        """The Unix time since which it has this state; None if that is not known."""
+        if self.record.outcome:
+            return self.record.ended_at or None
+        if self.last is None:
+            return None
+        return self.last.at if self.state == UNREACHABLE else self.last.since
+
+    @property
+    def last_state(self) -> str:
+        """The state in which an unreachable job was seen last; "" if it was never seen, and for other jobs."""
+        return self.last.state if self.state == UNREACHABLE and self.last is not None else ""
+
+    @property
+    def why(self) -> str:
+        """Its reason and the hint in one line."""
+        return with_hint(self.reason, self.hint) if self.reason else ""
+
+    def words(self, now: float) -> str:
+        """Format its state: `running`, or `unreachable for 3 min 05 s; running before`."""
+        if not self.last_state or self.since is None:
+            return self.state
+        return f"{self.state} for {report.seconds(max(0.0, now - self.since))}; {self.last_state} before"
+
+
+#: The state of a job whose nodes, cluster or queue do not answer.
+UNREACHABLE = "unreachable"
 
 
 def poll(record: JobRecord, records: JobStore) -> Polled:
     """Poll a job once. The view comes from the agents' status files, which hold only the last metric event.
 
     A job whose attempt has failed is running while its supervisor or a queue may restart it. The record returned has
-    the attempt that a queue has started meanwhile.
+    the attempt that a queue has started meanwhile. Raises UnreachableError if no node answers.
+    """
+    statuses = BACKENDS[record.plan.backend].observe(record.plan) if _has_nodes(record, records) else None
+    polled = _polled(record, records, statuses)
+    return polled if isinstance(polled, Polled) else poll(polled, records)
+
+
+def poll_all(each: Sequence[JobRecord], records: JobStore) -> list[Polled]:
+    """Poll jobs with as few commands as possible: one for each machine, scheduler or cluster. Never raises.
+
+    A job whose nodes do not answer is unreachable, and so is one whose record this version cannot use.
+    """
+    found: dict[int, Polled] = {}
+    again: dict[int, JobRecord] = {}
+    answers = _observe_all(each, records)
+    for index, (record, answer) in enumerate(zip(each, answers, strict=True)):
+        try:
+            if isinstance(answer, Exception):
+                raise answer
+            polled = _polled(record, records, answer)
+        except Exception as error:  # one job hides no other
+            polled = unreachable(record, records, error)
+        if isinstance(polled, Polled):
+            found[index] = polled
+        else:
+            again[index] = polled
+    if again:
+        found |= dict(zip(again, poll_all([*again.values()], records), strict=True))
+    return [found[index] for index in range(len(each))]
+
+
+#: The statuses of a job's nodes, why they are not known, or None for a job without nodes to poll.
+_Answer = Sequence[NodeStatus] | Exception | None
+
+
+def _observe_all(each: Sequence[JobRecord], records: JobStore) -> list[_Answer]:
+    """Ask the backends of these jobs for the statuses of their nodes, at the same time."""
+    made: list[_Answer] = [None] * len(each)
+    of_backend: dict[str, list[int]] = {}
+    for index, record in enumerate(each):
+        try:
+            if _has_nodes(record, records):
+                of_backend.setdefault(record.plan.backend, []).append(index)
+        except Exception as error:  # its lock cannot be read
+            made[index] = error
+
+    def observe(name: str) -> None:
+        chosen = of_backend[name]
+        try:
+            answers = BACKENDS[name].observe_all([each[index].plan for index in chosen])
+        except Exception as error:
+            answers = [error] * len(chosen)  # type: ignore[list-item]
+            if len(chosen) > 1:  # what only one of them has caused
+                answers = [answer for index in chosen for answer in _observe_all([each[index]], records)]  # type: ignore[misc]
+        for index, answer in zip(chosen, answers, strict=True):
+            made[index] = answer
+
+    parallel.each([*of_backend], observe)
+    return made
+
+
+def _polled(record: JobRecord, records: JobStore, statuses: Sequence[NodeStatus] | None) -> Polled | JobRecord:
+    """Return a job as these statuses show it, or its record with the newer attempt that has to be polled.
+
+    None: there are no nodes to poll, because the job has ended or is being started.
     """
     now = time.time()
     view = job_state.start(record.plan, record.created_at)
-    if _has_nodes(record, records):
-        statuses = BACKENDS[record.plan.backend].observe(record.plan)
-        view = job_state.fold(view, statuses, [event for status in statuses for event in status.events], now)
-        decided = _decided(record, records, view)
-        if decided is None:
-            return Polled(record, "running", view)
-        if decided is not record:
-            return poll(decided, records)
-    return Polled(record, _state(record, view, now), view)
+    if statuses is None:
+        return Polled(record, record.outcome or "starting", view, last=records.seen(record))
+    view = job_state.fold(view, statuses, [event for status in statuses for event in status.events], now)
+    decided = _decided(record, records, view)
+    if decided is not None and decided is not record:
+        return decided
+    state = "running" if decided is None else _state(record, view, now)
+    _see(record, records, state, view)
+    reason = {"queued": job_state.waits_for, UNREACHABLE: job_state.silence}.get(state, lambda _: "")(view)
+    return Polled(record, state, view, reason, last=records.seen(record))
+
+
+def unreachable(record: JobRecord, records: JobStore, error: Exception, view: JobView | None = None) -> Polled:
+    """Return what is known of a job that could not be polled; `view` is an earlier one."""
+    is_known = isinstance(error, ClusterError)
+    text = str(error) if is_known else f"its state cannot be read: {type(error).__name__}: {error}"
+    hint = error.hint if isinstance(error, ClusterError) else ""
+    state, view = record.outcome or UNREACHABLE, view or job_state.start(record.plan, record.created_at)
+    return Polled(record, state, view, text, hint, records.seen(record), is_known)
+
+
+def _see(record: JobRecord, records: JobStore, state: str, view: JobView) -> None:
+    """Keep the state of a job whose nodes have answered."""
+    if state in ("queued", "starting", "joining", "running"):
+        records.see(record, state, {node.name: node.phase for node in view.nodes})
 
 
 def _decided(record: JobRecord, records: JobStore, view: JobView) -> JobRecord | None:
@@ -230,9 +352,17 @@ def is_being_started(record: JobRecord, records: JobStore) -> bool:
 
 
 def _state(record: JobRecord, view: JobView, now: float) -> str:
-    states = {"waiting": "joining", "late": "joining", "joined": "running", "stalled": "running"}
+    """Return the state of a job whose nodes have been polled: only what was seen, not what may be."""
     verdict = job_state.judge(view, now, record.plan.job.timeout_s)
-    return record.outcome or states.get(verdict, verdict)
+    if record.outcome or verdict in ("done", "failed"):
+        return record.outcome or verdict
+    if any(node.silent for node in view.nodes):
+        return UNREACHABLE
+    if verdict in ("joined", "stalled"):
+        return "running"
+    if job_state.is_queued(view) and BACKENDS[record.plan.backend].machines == "assigned":
+        return "queued"
+    return "joining" if any(node.phase in ("joining", "ready", "exited") for node in view.nodes) else "starting"
 
 
 class Observer:
@@ -259,6 +389,7 @@ class Observer:
             lines += self.follower.step(time.time(), everything=everything)
             decided = _decided(record, self._records, self.view)
             self._is_undecided = decided is None
+            _see(record, self._records, self.state, self.view)
             if decided is not None and decided is not record:
                 lines += self._begin(decided, everything=everything) + self.step(everything=everything)
         return lines
@@ -277,6 +408,8 @@ class Observer:
     @property
     def state(self) -> str:
         """The job's state at the last poll, as `poll` returns it."""
+        if not self.record.outcome and not _has_nodes(self.record, self._records):
+            return "starting"
         return "running" if self._is_undecided else _state(self.record, self.view, time.time())
 
     @property

@@ -430,12 +430,10 @@ def _check_gpus(job: Job, records: JobStore) -> None:
 def gpus_in_use(records: JobStore) -> dict[Gpu, str]:
     """Return this machine's GPUs that recorded jobs use, with the jobs' names."""
     held: dict[Gpu, str] = {}
-    for record in records:
-        try:
-            if record.job.gpus and not record.outcome and jobs.poll(record, records).state in ("joining", "running"):
-                held |= dict.fromkeys(record.job.gpus, record.plan.job_id)
-        except ClusterError:  # its Docker Engine is down, and so are its containers
-            continue
+    for polled in jobs.poll_all([each for each in records if each.job.gpus and not each.outcome], records):
+        # While its Docker Engine is down, so are its containers.
+        if polled.state not in ("done", "failed", "stopped", jobs.UNREACHABLE):
+            held |= dict.fromkeys(polled.record.job.gpus, polled.record.plan.job_id)
     return held
 
 

@@ -17,6 +17,7 @@ import os
 import secrets
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ dt { font-size: .9rem } dd { font-size: 1.5rem; margin: 0 }
 .wide { overflow-x: auto } .wide td { white-space: nowrap }
 .wide td:last-child { white-space: normal; min-width: 8rem } .wide th { min-width: 0 }
 code, pre { font: 13px/1.45 ui-monospace, monospace } pre { overflow: auto; max-height: 30rem; margin: .5rem 0 }
-.done, .running { color: #1a7f37 } .failed, .unreachable { color: #cf222e } .stopped, .joining { color: #9a6700 }
+.done, .running { color: #1a7f37 } .failed, .unreachable { color: #cf222e }
+.stopped, .joining, .starting, .queued, .unreadable { color: #9a6700 }
 .grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)) }
 figure { margin: 0 } figcaption { font-size: .9rem } img, figure svg { width: 100%; height: auto }
 figcaption b, figcaption span { display: inline-block; margin-right: .75rem }
@@ -88,7 +90,14 @@ progress { width: 100%; max-width: 30rem; height: .75rem; accent-color: var(--c0
 [type=search] { font: inherit; width: 100%; max-width: 30rem; box-sizing: border-box } #log { max-height: 75vh }
 @media (prefers-color-scheme: dark) {
  :root { --link: #79b8ff; --c0: #56b4e9; --c1: #ff9a52; --c2: #3ddba4; --c3: #e8a6c8 }
- .done, .running { color: #3fb950 } .failed, .unreachable { color: #ff7b72 } .stopped, .joining { color: #d29922 } }
+ .done, .running { color: #3fb950 } .failed, .unreachable { color: #ff7b72 }
+ .stopped, .joining, .starting, .queued, .unreadable { color: #d29922 } }
+@media (max-width: 700px) {
+ .jobs, .jobs tbody { display: block } .jobs tr:first-child { display: none }
+ .jobs tr { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 0 .75rem; padding: .5rem 0 }
+ .jobs td { display: contents; white-space: normal } .jobs td:empty { display: none }
+ .jobs td::before { content: attr(data-title); opacity: .75 }
+ .jobs td > *, .jobs td { overflow-wrap: anywhere } }
 """)
 
 
@@ -110,7 +119,7 @@ def render(record: JobRecord, view: JobView | None = None) -> str:
     """Return the page of a finished job, from its record, its last view and the files in its run directory."""
     plan = record.plan
     logs = _LINES.join(_log(Path(plan.run_dir), f"attempt-{plan.attempt}/{node.name}.log") for node in plan.nodes)
-    body = sections(record, record.outcome, view, record.ended_at)
+    body = sections(record, Shown(record.outcome, record.outcome), view, record.ended_at)
     if logs.strip():
         body += Markup("\n<h2>Logs</h2>\n{}").format(logs)
     head = Markup("<style>{}</style>").format(STYLE)
@@ -126,7 +135,7 @@ def document(title: str, head: Markup, body: Markup) -> Markup:
 
 def sections(
     record: JobRecord,
-    state: str,
+    shown: Shown,
     view: JobView | None,
     now: float,
     *,
@@ -137,7 +146,7 @@ def sections(
 
     Args:
         record: The job.
-        state: Its state in one word.
+        shown: Its state.
         view: The view of the last poll, if any.
         now: A Unix time; for a finished job, its end.
         is_live: Link to the pages of `cluster.web.server`.
@@ -146,7 +155,7 @@ def sections(
     plan, run_dir = record.plan, Path(record.plan.run_dir)
     names = [node.name for node in plan.nodes]
     # Of a running job, the time since its last restart is not recorded.
-    last = PastAttempt(plan.attempt, tuple(names), record.created_at, now, record.detail or state)
+    last = PastAttempt(plan.attempt, tuple(names), record.created_at, now, record.detail or shown.state)
     is_recorded = bool(record.history) and record.history[-1].attempt == plan.attempt
     attempts = [*record.history, *([] if is_recorded else [last])]
     begin = attempts[0].started_at
@@ -174,8 +183,8 @@ def sections(
     ]
     predictions = [_image(path, is_live) for path in images if path.name == _PREDICTIONS]
     parts = [
-        Markup('<h1>{}: <span class="{}">{}</span></h1>').format(plan.job_id, state, state)
-        + (Markup("<p>{}</p>").format(record.detail) if record.detail else _NOTHING)
+        Markup('<h1>{}: <span class="{}">{}</span></h1>').format(plan.job_id, shown.state, shown.words)
+        + (Markup("<p>{}</p>").format(text) if (text := shown.reason or record.detail) else _NOTHING)
         + _scores(view, newest, took),
         _progress(view) if view and not record.outcome else _NOTHING,
         _failure(plan, view) if view and record.outcome == "failed" else _NOTHING,
@@ -311,6 +320,48 @@ def _line(samples: Sequence[RankUsage], key: str, most: float) -> Markup:
         '<svg class="spark" viewBox="0 0 {} 16" preserveAspectRatio="none" role="img" aria-label="{}">'
         '<polyline class="s0" vector-effect="non-scaling-stroke" points="{}"/></svg>'
     ).format(len(values) - 1, f"{key}: {min(values)} to {max(values)}", points)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A job's state in one word, in `words` for people, and why it waits or does not answer ("": it does neither)."""
+
+    state: str
+    words: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """A job's row in the list of jobs. `job` is text or HTML; `state` is one word, and `words` says more."""
+
+    job: str
+    state: str
+    words: str
+    duration: str = ""
+    nodes: str = ""
+    attempt: str = ""
+    backend: str = ""
+    cause: str = ""
+
+    @property
+    def runs(self) -> bool:
+        """Whether the job has not ended."""
+        return self.state not in ("done", "failed", "stopped")
+
+
+def job_list(rows: Iterable[JobRow]) -> Markup:
+    """Return the table of jobs. On a narrow screen each row becomes a card, with the titles beside the cells."""
+    titles = ("job", "state", "duration", "nodes", "attempt", "backend", "cause")
+    head = _NOTHING.join(Markup("<th>{}").format(title) for title in titles)
+    body = _NOTHING
+    for row in rows:
+        state = Markup('<span class="{}">{}</span>').format(row.state, row.words)
+        cells = (row.job, state, row.duration, row.nodes, row.attempt, row.backend, row.cause)
+        body += Markup("<tr>") + _NOTHING.join(
+            Markup('<td data-title="{}">{}').format(title, cell) for title, cell in zip(titles, cells, strict=True)
+        )
+    return Markup('<div class="wide" tabindex="0"><table class="jobs"><tr>{}{}</table></div>').format(head, body)
 
 
 def wide_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:

@@ -1,10 +1,10 @@
-"""The final report of a job on the terminal: its cause of failure, the last log lines, and the exit code. Pure."""
+"""The final report of a job on the terminal: its cause of failure, the last log lines, and the exit code."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from cluster import contract
 from cluster.agent.app.node_agent.events import Progress, Scored
@@ -85,6 +85,17 @@ def lost_lines(view: JobView) -> str:
     """Return what the logs of a job lack, `but the log of node-0 lost 3 lines: No space left on device`, or ""."""
     lost = [f"the log of {node.name} lost {node.lost}" for node in view.nodes if node.lost]
     return f"but {'; '.join(lost)}" if lost else ""
+
+
+def logs_of(plan: Plan, *, every_rank: bool = False) -> list[str]:
+    """Return a line with the folder of the attempt's logs, or nothing if there are none here.
+
+    `every_rank`: say so if each rank has a file there.
+    """
+    folder = Path(plan.attempt_dir)
+    if every_rank and any(folder.glob("ranks/*/*")):
+        return [f"every rank's log: {folder}"]
+    return [f"logs: {folder}"] if any(folder.glob("*.log")) else []
 
 
 def overdue(node: NodeView) -> str:

@@ -53,7 +53,7 @@ class Supervisor:
                 with self.records.watch(self.record.plan.job_id) as is_supervisor:
                     if is_supervisor:
                         return self.supervise()
-                follower = jobs.follow(self.record, copied)
+                follower = jobs.follow(self.record, copied, records=self.records)
                 has_ended = self._has_ended(follower)
             if has_ended or not self._wait_for_start(copied):
                 self._wait_for_background(copied)
@@ -67,7 +67,7 @@ class Supervisor:
             self.records.update(self.record)
         self.show = notes.Kept(self.show, self.record.plan)
         while True:
-            follower = jobs.follow(self.record, self.show, self._patience_s, tends=True)
+            follower = jobs.follow(self.record, self.show, self._patience_s, tends=True, records=self.records)
             if self._has_ended(follower):
                 return follower, ""
             self._check_network(follower.view)

@@ -31,7 +31,7 @@ _RANK = {
 
 
 def render(jobs: Iterable[PolledJob], unreadable: Iterable[str] = ()) -> bytes:
-    """Poll the jobs that run, and return the metrics of all jobs; of those with an `unreadable` record, the state."""
+    """Return the metrics of polled jobs; of those with an `unreadable` record, the state."""
     registry = CollectorRegistry()
     registry.register(_Jobs(jobs, unreadable))
     return generate_latest(registry)
@@ -60,12 +60,16 @@ class _Jobs(Collector):
         for name in self._unreadable:
             state(name, "", "unreadable")
         for each in self._jobs:
-            each.poll_for_list()
             job, plan = each.record.plan.job_id, each.record.plan
             state(job, plan.backend, each.state)
+            if each.since is not None:
+                gauge("job_state_since_seconds", "Unix time since which the job has its state.", each.since, job=job)
+            if each.last_state:
+                text = "1 for the state in which an unreachable job was seen last."
+                gauge("job_last_state", text, 1, job=job, state=each.last_state)
             gauge("job_attempt", "Number of the attempt, from 1.", plan.attempt, job=job)
             gauge("job_nodes", "Nodes of the job.", len(plan.nodes), job=job)
-            if each.record.outcome or not each.view:
+            if each.record.outcome or not each.view or each.last_state:
                 continue
             gauge("job_nodes_ready", "Nodes that have joined.", each.view.ready_count, job=job)
             for key, (name, text) in _PROGRESS.items():

@@ -29,7 +29,7 @@ from cluster.spec.model import JobRecord
 from cluster.store import JobStore
 from cluster.supervisor import page
 from cluster.transport import inside
-from cluster.web.watch import POLL_S, PolledJob, Watch, log_lines
+from cluster.web.watch import POLL_S, PolledJob, Watch, log_lines, poll_list
 
 #: A comment in each stream at this interval finds the connections that a browser has closed.
 _KEEP_ALIVE_S = 10.0
@@ -138,10 +138,10 @@ class Server(ThreadingHTTPServer):
             return Markup(
                 "<section><h1>Jobs</h1><p>no jobs yet: <code>clusterctl launch --nodes 2 --gpus 2</code></p></section>"
             )
-        rows = [job.row() for job in found]
-        rows += [(each.job_id, "unreadable", "", "", "", "", each.error.message) for each in damaged]
-        titles = ("job", "state", "duration", "nodes", "attempt", "backend", "cause")
-        return Markup("<section><h1>Jobs</h1>{}</section>").format(page.wide_table(titles, rows))
+        poll_list(found, self.store)
+        rows = sorted((job.row() for job in found), key=lambda row: not row.runs)
+        rows += [page.JobRow(each.job_id, "unreadable", "unreadable", cause=each.error.message) for each in damaged]
+        return Markup("<section><h1>Jobs</h1>{}</section>").format(page.job_list(rows))
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -206,7 +206,9 @@ class _Handler(BaseHTTPRequestHandler):
             from cluster.web import metrics
 
             damaged = [each.job_id for each in self.server.store.unreadable()]
-            text = metrics.render(self.server.jobs(), damaged)
+            polled = self.server.jobs()
+            poll_list(polled, self.server.store)
+            text = metrics.render(polled, damaged)
             self._head("text/plain; version=0.0.4; charset=utf-8", "default-src 'none'", len(text))
             self.wfile.write(text)
         elif not (found := re.fullmatch(r"/jobs/([^/]+)/(.*)", path)):

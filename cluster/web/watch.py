@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from markupsafe import Markup
 
 from cluster.errors import ClusterError
+from cluster.spec.model import JobRecord
 from cluster.store import JobStore
-from cluster.supervisor import jobs, page
+from cluster.supervisor import job_state, jobs, page
 from cluster.supervisor.job_state import JobView
 from cluster.supervisor.report import seconds
 from cluster.transport import inside
@@ -83,40 +85,72 @@ class PolledJob:
         self._lock, self._polled_at = threading.Lock(), 0.0
         self.record = store.load(job_id)
         self._observer: jobs.Observer | None = None  # reads the logs, once a page shows the job
-        self.state: str = self.record.outcome or "joining"
+        self.state: str = self.record.outcome or "starting"
         self.view: JobView | None = None
-        self.problem = ""
+        #: Why the job waits or does not answer, and its state with what was seen of it before.
+        self.problem, self.words = "", self.state
+        self.since: float | None = self.record.ended_at or None
+        self.last_state = ""
         self._past: list[page.Ranks] = []
 
-    def poll(self, *, with_logs: bool = False) -> None:
-        """Poll, unless another page has just done so. An ended job is not polled: its machines may be off.
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to poll it. An ended job is not polled: its machines may be off."""
+        has_ended = self.record.outcome and self.state == self.record.outcome
+        return not has_ended and time.time() - self._polled_at >= POLL_S / 2
 
-        `with_logs`: the metrics of all epochs are wanted, which only the logs have.
+    @property
+    def has_page(self) -> bool:
+        """Whether its own page has been shown, for which its logs are read."""
+        return self._observer is not None
+
+    def reload(self) -> JobRecord:
+        """Read its record again."""
+        self.record = self._store.load(self._job_id)
+        return self.record
+
+    def poll(self) -> None:
+        """Poll for the page of the job, unless another page has just done so. It shows the metrics of all epochs,
+        which only the logs have.
         """
         with self._lock:
-            has_ended = self.record.outcome and self.state == self.record.outcome
-            is_recent = time.time() - self._polled_at < POLL_S / 2
-            has_enough = not with_logs or self._observer or (has_ended and not self.view)
-            if (has_ended or is_recent) and has_enough:
+            if not self.is_due and (self._observer or (self.record.outcome and not self.view)):
                 return
-            self.record = self._store.load(self._job_id)
-            if with_logs and self._observer is None:
+            self.reload()
+            if self._observer is None:
                 self._observer = jobs.Observer(self._job_id, self._store)
+            observer = self._observer
             try:
-                if observer := self._observer:
-                    observer.step()
-                    self.record, self.state, self.view = observer.record, observer.state, observer.view
-                else:
-                    self.record, self.state, self.view = jobs.poll(self.record, self._store)
-            except ClusterError:
-                self.state = self.record.outcome or "unreachable"
-            if time.time() - self._polled_at > _PAUSE_S:
-                self._past = []
-            self._polled_at = time.time()
-            nodes = self.view.nodes if self.view else ()
-            ranks = {row.rank: row for node in nodes if node.usage for row in node.usage.ranks}
-            if len(ranks) <= page.MOST_RANKS and ranks not in self._past[-1:]:
-                self._past = [*self._past, ranks][-_SAMPLES:]
+                observer.step()
+                reason = ""
+                if observer.state == "queued":
+                    reason = job_state.waits_for(observer.view)
+                if observer.state == jobs.UNREACHABLE:
+                    reason = job_state.silence(observer.view)
+                last = self._store.seen(observer.record)
+                polled = jobs.Polled(observer.record, observer.state, observer.view, reason, last=last)
+            except ClusterError as error:
+                polled = jobs.unreachable(self.record, self._store, error, self.view)
+            self._take(polled)
+
+    def take(self, polled: jobs.Polled) -> None:
+        """Take the result of a poll of many jobs."""
+        with self._lock:
+            self._take(polled)
+
+    def _take(self, polled: jobs.Polled) -> None:
+        now = time.time()
+        self.record, self.state = polled.record, polled.state
+        if polled.state != jobs.UNREACHABLE or self.view is None:
+            self.view = polled.view
+        self.problem = "" if polled.record.outcome else polled.why
+        self.words, self.since, self.last_state = polled.words(now), polled.since, polled.last_state
+        if now - self._polled_at > _PAUSE_S:
+            self._past = []
+        self._polled_at = now
+        ranks = {row.rank: row for node in self.view.nodes if node.usage for row in node.usage.ranks}
+        if len(ranks) <= page.MOST_RANKS and ranks not in self._past[-1:]:
+            self._past = [*self._past, ranks][-_SAMPLES:]
 
     @property
     def ended_at(self) -> float:
@@ -125,31 +159,41 @@ class PolledJob:
 
     def body(self) -> Markup:
         """Poll, and return the content of the job's page."""
-        self.poll(with_logs=True)
-        return page.sections(self.record, self.state, self.view, self.ended_at, is_live=True, past=self._past)
+        self.poll()
+        shown = page.Shown(self.state, self.words, self.problem)
+        return page.sections(self.record, shown, self.view, self.ended_at, is_live=True, past=self._past)
 
-    def poll_for_list(self) -> None:
-        """Poll for a page of all jobs, which one job must not hide: an error becomes the job's `problem`."""
-        try:
-            self.poll()
-            self.problem = ""
-        except Exception as error:
-            self.state, self.problem = self.record.outcome or "unreachable", _words(error)
-
-    def row(self) -> tuple[str, ...]:
-        """Poll, and return the cells of the job's row in the list, text or HTML."""
-        self.poll_for_list()
+    def row(self) -> page.JobRow:
+        """Return the job's row in the list, as of the last poll."""
         record, plan, count = self.record, self.record.plan, len(self.record.plan.nodes)
         ready = f"{self.view.ready_count}/" if self.view and not record.outcome else ""
-        return (
+        return page.JobRow(
             Markup('<a href="jobs/{}/">{}</a>').format(plan.job_id, plan.job_id),
-            Markup('<span class="{}">{}</span>').format(self.state, self.state),
+            self.state,
+            self.words,
             seconds(max(0.0, self.ended_at - record.launched_at)),
             f"{ready}{count}",
             str(plan.attempt),
             plan.backend,
             self.problem or record.detail,
         )
+
+
+def poll_list(shown: Sequence[PolledJob], store: JobStore) -> None:
+    """Poll the jobs that are due, with as few commands as possible. One job hides no other."""
+    due = []
+    for job in shown:
+        if job.is_due and job.has_page:
+            try:
+                job.poll()
+            except Exception as error:
+                job.take(jobs.unreachable(job.record, store, error, job.view))
+        elif job.is_due:
+            with contextlib.suppress(ClusterError):  # its record was removed a moment ago
+                job.reload()
+            due.append(job)
+    for job, polled in zip(due, jobs.poll_all([job.record for job in due], store), strict=True):
+        job.take(polled)
 
 
 def log_lines(job: PolledJob, watch: Watch, node: str, query: str) -> Iterator[list[str]]:

@@ -341,7 +341,7 @@ def is_being_started(clusterctl, job_name):
             return False
         (row,) = json.loads(clusterctl.expect(0, "ps", "--json"))
         record = records.load(job_name)
-        return (record.plan.attempt, record.start_lock, row["state"]) == (attempt, job_name, "joining")
+        return (record.plan.attempt, record.start_lock, row["state"]) == (attempt, job_name, "starting")
 
     return is_
 

@@ -22,7 +22,7 @@ from cluster.spec.status import Failure, parse
 from cluster.store import JobStore
 from cluster.supervisor import job_state, jobs
 from cluster.transport.local import LocalShell
-from cluster.web.watch import POLL_S, PolledJob
+from cluster.web.watch import POLL_S, PolledJob, poll_list
 from tests.conftest import wait_until
 
 
@@ -215,7 +215,7 @@ def test_a_status_file_with_other_ends_of_lines_is_one_line(tmp_path, monkeypatc
     folder.mkdir(parents=True)
     (folder / "node-0.pid").write_text("999999999")
     (folder / "node-0.json").write_text('{"phase":"exited","exit_code":3,"reason":"a\u2028b\u0085c"}\n', "utf-8")
-    _, found = monitor.poll(plan, plan.nodes[0].machine, "poll")
+    _, found = monitor.poll(plan, plan.nodes[0].machine, monitor.Script("poll"))
     assert (found["node-0"].exit_code, found["node-0"].detail) == (3, "a b c")
 
 
@@ -387,15 +387,16 @@ def test_the_state_of_a_job_is_known_without_its_logs(tmp_path):
         for events in ([], [joining], [joining, ready], [joining, ready, metric]):
             agent = {"phase": "running", "heartbeat": time.time(), "events": {each["event"]: each for each in events}}
             (folder / "node-0.json").write_text(json.dumps(agent) + "\n")
-            _, state, view = jobs.poll(record, store)
+            _, state, view, *_ = jobs.poll(record, store)
             seen.append((state, view.nodes[0].phase, view.ready_count))
         polled = PolledJob("job", store)
-        assert '<span class="running">running</span>' in polled.row()
+        poll_list([polled], store)
+        assert polled.row().state == "running"
         time.sleep(POLL_S)
         with pytest.raises(IsADirectoryError):  # only the job's own page reads the log, for its curves
             polled.body()
         process.kill()
-    waiting = ("joining", "starting", 0), ("joining", "joining", 0)
+    waiting = ("starting", "starting", 0), ("joining", "joining", 0)
     assert seen == [*waiting, ("running", "ready", 1), ("running", "ready", 1)]
     assert view.metric.as_json() == metric
 
@@ -408,10 +409,11 @@ def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
     assert jobs.poll(first, store).state == "failed"  # the process that was starting it is gone
     observer, polled = jobs.Observer("job", store), PolledJob("job", store)
     with store.watch("job"):
-        _, state, view = jobs.poll(first, store)
-        assert (state, [node.phase for node in view.nodes]) == ("joining", ["pending"])
+        _, state, view, *_ = jobs.poll(first, store)
+        assert (state, [node.phase for node in view.nodes]) == ("starting", ["pending"])
         assert observer.step() == []
-        assert '<span class="joining">joining</span>' in polled.row()
+        poll_list([polled], store)
+        assert polled.row().state == "starting"
         assert "does not exist" not in polled.body()
         folder = Path(first.plan.attempt_dir)
         folder.mkdir(parents=True)
@@ -419,7 +421,7 @@ def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
             (folder / "node-0.log").write_text("hello\n")
             store.update(replace(first, start_lock=""))
             assert observer.step() == [("node-0", "hello")]
-            assert (observer.state, observer.view.nodes[0].phase, observer.has_ended) == ("joining", "starting", False)
+            assert (observer.state, observer.view.nodes[0].phase, observer.has_ended) == ("starting", "starting", False)
             process.kill()
         observer.step()
         assert (observer.state, observer.has_ended) == ("running", False)  # the supervisor may restart it
@@ -428,7 +430,7 @@ def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
         plan = BACKENDS["local"].plan(job, attempt=2, port=20000)
         store.update(replace(first, plan=plan))
         assert observer.step() == [("node-0", "the last word")]
-        assert (observer.state, observer.has_ended) == ("joining", False)
+        assert (observer.state, observer.has_ended) == ("starting", False)
     observer.step()
     assert (observer.state, observer.has_ended) == ("failed", True)
 

@@ -201,7 +201,7 @@ def test_no_text_and_no_number_of_a_status_becomes_a_tag(record, outcome):
         view = replace(view, done=None)
     past = [{each.rank: each for node in view.nodes for each in node.usage.ranks}] * 3
     record = replace(record, outcome=outcome, detail=TAG, commit=TAG)
-    shown = page.sections(record, TAG, view, 5000.0, is_live=True, past=past)
+    shown = page.sections(record, page.Shown(TAG, TAG, TAG), view, 5000.0, is_live=True, past=past)
     assert shown.count("&lt;meta") >= 20
     wanted = {"use", "temperature", "rank", "memory"} if not outcome else set()
     assert all(f'aria-label="{name}: &#34;&gt;' in shown for name in wanted - {"rank"})
@@ -213,6 +213,7 @@ def test_no_text_and_no_number_of_a_status_becomes_a_tag(record, outcome):
 def test_plain_text_that_reaches_a_page_is_escaped():
     assert page.document("title", TAG, TAG).count("<meta ") == 2  # the document's own
     assert "<meta" not in page.wide_table([TAG], [[TAG, TAG]])
+    assert "<meta" not in page.job_list([page.JobRow(*[TAG] * 8)])
 
 
 def test_the_table_of_jobs_and_an_error_of_a_poll_are_escaped(record, tmp_path):

@@ -21,7 +21,7 @@ from cluster.store import JobStore, Watcher
 from cluster.supervisor.launcher import _unknown_gpus, gpus_in_use
 from cluster.web.metrics import render
 from cluster.web.server import Server
-from cluster.web.watch import PolledJob, Watch
+from cluster.web.watch import PolledJob, Watch, poll_list
 
 
 def record(name, created_at=1.0, backend="compose"):
@@ -210,7 +210,8 @@ def test_a_job_whose_state_cannot_be_read_hides_no_other(tmp_path, monkeypatch):
     assert ["a", "done"] in rows
     assert ["b", "unreachable"] in rows
     done, unreadable = (PolledJob(name, store) for name in "ab")
-    assert "KeyError: 'unknown'" in unreadable.row()
+    poll_list([unreadable, done], store)
+    assert "KeyError: 'unknown'" in unreadable.row().cause
     metrics = render([unreadable, done]).decode()
     assert 'clusterctl_job_state{backend="unknown",job="b",state="unreachable"} 1.0' in metrics
     assert 'clusterctl_job_state{backend="compose",job="a",state="done"} 1.0' in metrics

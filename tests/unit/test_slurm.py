@@ -374,8 +374,8 @@ def site(tmp_path):
         ("slurm_array", ["."], {"path": "array.sbatch", "secrets": 0, "submit": ["sbatch", "x"]}, "script\n"),
         (
             "slurm_poll",
-            ["a", "node-0", ""],
-            {"job": "digits", "most": 9, "format": "Name:50", "folder": ".", "old": 0},
+            ["digits", ".", "1", "a", "node-0", ""],
+            {"most": 9, "format": "Name:50", "old": 0},
             "",
         ),
         ("slurm_cancel", [], {"job": "digits", "grace": 0, "folder": "."}, ""),
@@ -461,8 +461,8 @@ def polled(site, old=0):
     """What the script prints about both nodes. Without `old`, squeue's answers are not cached."""
     folder = site.runs / "digits"
     nodes = [word for rank in (0, 1) for word in (str(folder / "attempt-1"), f"node-{rank}", "")]
-    values = {"job": "digits", "most": 100, "format": slurm.FORMAT, "folder": str(folder), "old": old}
-    return site.script("slurm_poll", *nodes, variables={}, **values)
+    values = {"most": 100, "format": slurm.FORMAT, "old": old}
+    return site.script("slurm_poll", "digits", str(folder), "2", *nodes, variables={}, **values)
 
 
 def statuses_of(site, old=0):

@@ -150,7 +150,9 @@ class KubernetesBackend(Backend):
     is_discoverable = True
 
     def __init__(self) -> None:
-        self._monitor = NodeMonitor(lambda plan, _: self._poll(plan), silent_is_lost=False)
+        self._monitor = NodeMonitor(
+            lambda plan, _: self._poll(plan), lambda plans, _: self._poll_all(plans), silent_is_lost=False
+        )
         self._attempts: dict[tuple[str, int], _Attempt] = {}
         self._skipped: dict[str, list[str]] = {}
         self._lock = threading.Lock()
@@ -275,6 +277,22 @@ class KubernetesBackend(Backend):
         """Return statuses from the pods and their agents' files. Append to copies of the logs."""
         return self._monitor.statuses(plan)
 
+    def observe_all(self, plans: Sequence[Plan]) -> list[Sequence[NodeStatus] | ClusterError]:
+        """List the pods of each namespace once. A running pod's agent still takes a command of its own."""
+        spaces: dict[tuple[str, str], list[int]] = {}
+        for index, plan in enumerate(plans):
+            spaces.setdefault(_space(plan), []).append(index)
+        names = {str(number): space for number, space in enumerate(spaces)}
+        found = parallel.each(
+            [*names], lambda name: self._monitor.statuses_of([plans[k] for k in spaces[names[name]]], *names[name])
+        )
+        made: dict[int, Sequence[NodeStatus] | ClusterError] = {}
+        for name, answers in found.items():
+            of_space = spaces[names[name]]
+            each = [answers] * len(of_space) if isinstance(answers, ClusterError) else answers
+            made |= dict(zip(of_space, each, strict=True))
+        return [made[index] for index in range(len(plans))]
+
     def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
         """Stop the ranks, collect the results, and delete the job's objects, or only those of the attempt.
 
@@ -368,15 +386,25 @@ class KubernetesBackend(Backend):
         with self._lock:
             return self._attempts.setdefault((plan.job_id, plan.attempt), _attempt(plan))
 
-    def _poll(self, plan: Plan) -> NodeStatuses:
-        """Poll the pods, at most once per interval, and their agents."""
+    def _poll_all(self, plans: Sequence[Plan]) -> list[NodeStatuses | ClusterError]:
+        """Poll the pods of jobs in one namespace with one list of them."""
+        listed = pods.Listed(_client(plans[0]), f"--selector={OURS}")
+
+        def poll(number: str) -> NodeStatuses:
+            return self._poll(plans[int(number)], listed)
+
+        return [*parallel.each([str(number) for number in range(len(plans))], poll).values()]
+
+    def _poll(self, plan: Plan, listed: "pods.Listed | None" = None) -> NodeStatuses:
+        """Poll the pods, at most once per interval, and their agents. `listed` are those of all jobs."""
         attempt = self._known(plan)
         with attempt.lock:
             if attempt.retries.is_waiting:
                 waits = NodeStatus("", "pending", detail=attempt.retries.detail, starts_over=True)
                 return {node.name: replace(waits, node=node.name) for node in plan.nodes}
             if time.monotonic() - attempt.polled_at >= pods.INTERVAL_S:
-                statuses, attempt.states = pods.poll(_client(plan), attempt.watches, _selector(plan))
+                listed = listed or pods.Listed(_client(plan), _selector(plan))
+                statuses, attempt.states = pods.poll(_client(plan), plan, attempt.watches, listed)
                 attempt.statuses = {status.node: self._with_transfer(attempt, status) for status in statuses}
                 attempt.polled_at = time.monotonic()
                 idle = [state.status.phase == "pending" or state.is_final for state in attempt.states]
@@ -552,8 +580,13 @@ def _attempt(plan: Plan) -> _Attempt:
 
 def _client(plan: Plan) -> Kubectl:
     """Return the client with context and namespace of the plan's job."""
+    return Kubectl(*_space(plan))
+
+
+def _space(plan: Plan) -> tuple[str, str]:
+    """Return the context and the namespace of the plan's job."""
     assert plan.job.queue is not None
-    return _client_of(plan.job.queue.settings)
+    return plan.job.queue.settings.get("context", ""), plan.job.queue.settings.get("namespace", "")
 
 
 def _client_of(settings: Mapping[str, Any]) -> Kubectl:

@@ -188,17 +188,46 @@ class PodWatch:
         return status
 
 
+class Listed:
+    """The pods of one or several jobs, and the events about pods of their namespace. Each is asked for at most once."""
+
+    def __init__(self, kubectl: Kubectl, selector: str) -> None:
+        self._kubectl, self._selector = kubectl, selector
+        self._lock = threading.Lock()
+        self._pods: dict[tuple[str, str], dict[str, Mapping[str, Any]]] | None = None
+        self._events: list[Mapping[str, Any]] | None = None
+
+    def pods(self, plan: Plan) -> Mapping[str, Mapping[str, Any]]:
+        """Return the pods of an attempt by their names. Raises ClusterError."""
+        with self._lock:
+            if self._pods is None:
+                found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+                for pod in self._kubectl.get("pods", self._selector):
+                    labels = pod["metadata"].get("labels", {})
+                    key = labels.get(manifests.LAUNCH_LABEL, ""), labels.get(manifests.ATTEMPT_LABEL, "")
+                    found.setdefault(key, {})[pod["metadata"]["name"]] = pod
+                self._pods = found
+            return self._pods.get((plan.job.launch_id, str(plan.attempt)), {})
+
+    def events(self) -> list[Mapping[str, Any]]:
+        """Return the events about pods. Raises ClusterError."""
+        with self._lock:
+            if self._events is None:
+                self._events = list(self._kubectl.get("events", "--field-selector=involvedObject.kind=Pod"))
+            return self._events
+
+
 def poll(
-    kubectl: Kubectl, watches: Sequence[PodWatch], selector: str
+    kubectl: Kubectl, plan: Plan, watches: Sequence[PodWatch], listing: Listed
 ) -> tuple[list[NodeStatus], list[waiting.PodState]]:
     """Return the status of each node, and the state of its pod. Raises ClusterError if there is no list of pods."""
-    listed = {pod["metadata"]["name"]: pod for pod in kubectl.get("pods", selector)}
+    listed = listing.pods(plan)
     found: list[Mapping[str, Any] | None] = [listed.get(watch.pod) for watch in watches]
     events: list[Mapping[str, Any]] = []
     missing = [watch for watch, pod in zip(watches, found, strict=True) if pod is None and watch.uid]
     if missing or any(pod is not None and waiting.needs_events(pod) for pod in found):
         with contextlib.suppress(ClusterError):  # without that right a reason is missing, and nothing else
-            events = list(kubectl.get("events", "--field-selector=involvedObject.kind=Pod"))
+            events = listing.events()
     states = []
     for watch, pod in zip(watches, found, strict=True):
         if pod is None:
