@@ -2,27 +2,11 @@
 # Runs on each node before agent.pyz, outside of the container: reads secrets, chooses the network device, enters the
 # container, and keeps the exit code. In the container, agent.pyz runs the setup commands and starts the ranks.
 # Above it, backends/script.py writes `enter` and `arguments` (the command, before and after the runtime's options) and the
-# runtime's functions, and agent/own_folder.sh.
+# runtime's functions, and agent/own_folder.sh. Above these are agent/node_start.sh and the job's own lines.
 
 # A container has its own. The agent sets it for the ranks.
 CLUSTER_UMASK=$(umask)
 export CLUSTER_UMASK
-out="$CLUSTER_RUN_DIR/attempt-$CLUSTER_ATTEMPT"
-mkdir -p -- "$out" || exit 73
-rm -f -- "$out/$CLUSTER_NODE".{exit,json,agent,alive}
-printf '%s\n' "$$" > "$out/$CLUSTER_NODE.pid" || exit 73
-
-# Writes the exit code $1 atomically, and exits.
-end() {
-    local partial="$out/$CLUSTER_NODE.exit.tmp"
-    if printf '%d %s\n' "$1" "$(date +%s.%N)" > "$partial"; then mv -- "$partial" "${partial%.tmp}"; fi
-    rm -f -- "$partial"
-    exit "$1"
-}
-fail() {
-    echo "error: $CLUSTER_NODE: $1" | tee -- "$out/$CLUSTER_NODE.err" >&2
-    end 71
-}
 
 # Other users may share the run directory.
 if [ -n "${CLUSTER_CACHE_DIR:-}" ]; then

@@ -27,6 +27,17 @@ def command(name: str, /, *words: str, **values: Value) -> list[str]:
     return ["bash", "-c", head + text(f"agent/{name}.sh"), name, *words]
 
 
+def prologue(lines: str, failed: str, own: Sequence[str] = (), log: str = "/dev/null") -> str:
+    """Return shell text that runs the job's lines, or "" if there are none; `failed` is run with a sentence as `$1`.
+
+    The lines cannot change the variables `own`. `log` is the shell word of the file that gets their output.
+    """
+    if not lines.strip():
+        return ""
+    head = variables(prologue=lines, own=tuple(own)) + f"prologue_log={log}\n"
+    return f"{head}prologue_failed() {{ {failed}; }}\n" + text("agent/prologue.sh")
+
+
 def bash(name: str, /, *words: str, **values: Value) -> list[str]:
     """Return the command that runs the script `name`, relative to the package `cluster`.
 

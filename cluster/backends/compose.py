@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from cluster import contract
 from cluster.agent import scripts
@@ -38,6 +38,7 @@ from cluster.spec.model import (
     this_machine,
 )
 from cluster.spec.status import MOST_STATUS, parse
+from cluster.spec.traits import NO_NODE_SHELL
 from cluster.transport import Completed, LocalShell, inside
 
 #: The mount target of the job's run root.
@@ -53,6 +54,7 @@ class ComposeBackend(Backend):
 
     name, machines, in_containers = "compose", "here", True
     supports = frozenset({"--image", "--mount", "--build", "--wait", "unequal nodes"})
+    refusals: ClassVar[Mapping[str, str]] = {"--prologue": NO_NODE_SHELL}
     engines = (DOCKER.name,)
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:

@@ -135,7 +135,7 @@ class LocalBackend(HostsBackend):
 
     name, machines, in_containers = "local", "here", False
     engines = ()
-    supports = frozenset({"--wait", "unequal nodes"})
+    supports = frozenset({"--wait", "--prologue", "unequal nodes"})
 
 
 class SshBackend(HostsBackend):
@@ -143,8 +143,8 @@ class SshBackend(HostsBackend):
 
     name, machines = "ssh", "listed"
     supports = frozenset(
-        {"--spares", "--nodes MIN:MAX", "--image", "--mount", "--build", "--push", "--wait", "unequal nodes"}
-    ) | {"image push", "sync"}
+        {"--spares", "--nodes MIN:MAX", "--image", "--mount", "--build", "--push", "--wait", "--prologue"}
+    ) | {"unequal nodes", "image push", "sync"}
 
     def fits(self, runtime: Runtime) -> bool:
         """Return whether the runtime needs no job step of a scheduler."""

@@ -28,7 +28,10 @@ def command(plan: Plan, machine: Machine, **more: scripts.Value) -> list[str]:
     what = {"device": plan.job.device, "gpus": ids(plan.gpus_on(machine)), "python": plan.job.python}
     unless_given = {**dict.fromkeys(("new", "master", "port", "name"), ""), "needs": ()}
     values = {**where, **what, "versions": versions if plan.job.device == "cuda" else (), **unless_given, **more}
-    return scripts.command("check", **values)
+    bash, option, text, name = scripts.command("check", **values)
+    if lines := scripts.prologue(plan.job.prologue, 'echo "prologue $1"; exit 0'):
+        text = f"{scripts.exports(plan.job.env)}\n{lines}{text}"
+    return [bash, option, text, name]
 
 
 def problems(plan: Plan, machine: Machine, report: Sequence[str]) -> list[UsageError]:
@@ -42,6 +45,8 @@ def problems(plan: Plan, machine: Machine, report: Sequence[str]) -> list[UsageE
         elif word == "run_dir":
             why = f"cannot write to the run directory {text}" + ("" if ": " in text else " (no space, or read-only)")
             hint = f"in cluster.yaml, set run_dir of {where} to a folder that you can write to"
+        elif word == "prologue":
+            why, hint = text, "correct --prologue, or prologue in the job file or cluster.yaml"
         elif word == "torch" and plan.job.says_ready:
             why = f"{python} has no torch, so it cannot run a node"
             hint = "in a clone of the repository: pip install '.[trainer]'"

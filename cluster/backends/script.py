@@ -90,7 +90,9 @@ def _script(
     names = list(dict.fromkeys([*values, *found, *_SET_ON_NODE, *job.secrets]))
     agent = f"{attempt_dir(plan, machine)}/agent.pyz"
     words = [*runtime.run(job, node, mounts, names), job.python, agent, *job.command]
-    text = "set -u\n" + scripts.exports(values) + "\n" + finds
+    text = "set -u\n" + scripts.exports(values) + "\n" + finds + scripts.text("agent/node_start.sh")
+    own = ["out", *(name for name, value in values.items() if job.env.get(name) != value), *found]
+    text += scripts.prologue(job.prologue, 'fail "$1"', own, log='"$out/$CLUSTER_NODE.log"')
     if workdir and runtime.inside:
         text += f"{scripts.line(['cd', '--', workdir])} || exit 72\n"
     if job.pass_env and not runtime.inside:
@@ -110,7 +112,8 @@ def exec_command(job: Job, plan: Plan, node: Node, argv: Sequence[str], *, tty: 
     """Return the command that runs `argv` in a running node's container, on its machine."""
     machine, runtime = node.machine, RUNTIMES[node.machine.runtime]
     where = {"out": attempt_dir(plan, machine), "node": node.name, "engine": runtime.engine}
-    text = scripts.variables(inside=int(runtime.inside), **where)
+    text = "" if runtime.inside else scripts.prologue(job.prologue, 'echo "error: $1" >&2; exit 71')
+    text += scripts.variables(inside=int(runtime.inside), **where)
     text += _entry(runtime.exec(job, node, _mounts(job, machine), tty=tty))
     text += scripts.text(*filter(None, [runtime.script]), "agent/exec.sh")
     return ["bash", "-c", text, "exec", *in_setup(job, argv)]

@@ -10,7 +10,19 @@ from typing import Any
 from cluster.agent import scripts
 from cluster.backends import BACKENDS
 from cluster.doctor import engine, here, machine, network
-from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Say, exit_code, judge, parse, with_note
+from cluster.doctor.findings import (
+    PROLOGUE_FAILED,
+    TIMEOUT_S,
+    Check,
+    Facts,
+    Finding,
+    NodeFacts,
+    Say,
+    exit_code,
+    judge,
+    parse,
+    with_note,
+)
 from cluster.errors import ClusterError, UnreachableError, UsageError, near_or_all
 from cluster.runtimes import DOCKER
 from cluster.spec.defaults import DEFAULT_IMAGE, auto_port
@@ -159,7 +171,7 @@ def _probe_all(inventory: Inventory, image: str) -> tuple[NodeFacts, list[Findin
         inspected = LocalShell().run([DOCKER.name, "image", "inspect", "--format", "{{.Id}}", image], timeout_s=15)
         image_id = "" if inspected.code else inspected.out.strip()
     findings, facts, clock_s = [], {}, {}
-    results = each(inventory.machines, lambda node: _probe(node, image, addresses))
+    results = each(inventory.machines, lambda node: _probe(node, image, addresses, inventory.prologue))
     for node in inventory.machines:
         name, result = node.name, results[node.name]
         if isinstance(result, ClusterError):
@@ -169,14 +181,18 @@ def _probe_all(inventory: Inventory, image: str) -> tuple[NodeFacts, list[Findin
             facts[name], clock_s[name] = result
             findings.append(Finding("login", name, "ok", with_note("reachable, host key known", reach(node).note)))
     nodes = tuple(node for node in inventory.machines if node.name in facts)
-    return NodeFacts(nodes, facts, image, image_id, inventory.device, clock_s, inventory.backend), findings
+    seen = NodeFacts(nodes, facts, image, image_id, inventory.device, clock_s, inventory.backend, inventory.prologue)
+    return seen, findings
 
 
-def _probe(node: Machine, image: str, addresses: Sequence[str]) -> tuple[Facts, float]:
-    """Return the node's facts, and its clock minus this machine's in seconds. Raise UnreachableError."""
-    command = scripts.bash("doctor/probe.sh", *addresses, **engine.probe_values(node, image))
-    done = reach(node).run(command, timeout_s=TIMEOUT_S)
+def _probe(node: Machine, image: str, addresses: Sequence[str], prologue: str) -> tuple[Facts, float]:
+    """Return the node's facts, and its clock minus this machine's in seconds. Raise ClusterError."""
+    bash, option, text, *words = scripts.bash("doctor/probe.sh", *addresses, **engine.probe_values(node, image))
+    text = scripts.prologue(prologue, PROLOGUE_FAILED) + text
+    done = reach(node).run([bash, option, text, *words], timeout_s=TIMEOUT_S)
     facts = parse(done.out)
+    if why := facts.text("prologue"):
+        raise ClusterError(f"{node.name}: {why}", "correct prologue in cluster.yaml")
     if "end" not in facts.every("probe"):
         hint = f'ssh {node.login} "bash --version"'
         raise UnreachableError(f"{node.name}: commands do not run there: {done.last_line}", hint)

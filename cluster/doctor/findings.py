@@ -49,12 +49,16 @@ def parse(text: str) -> Facts:
     return Facts(values)
 
 
+#: What a probe runs if a line of the inventory's prologue fails.
+PROLOGUE_FAILED = 'echo "host=${SLURMD_NODENAME:-$(hostname)}"; echo "prologue=$1"; exit'
+
+
 @dataclass(frozen=True)
 class NodeFacts:
     """Input of the checks: the nodes that could be reached, and the facts of each by its name.
 
     `image_id` is the id of `image` on this machine, "" if it is absent. `clock_s` has each node's clock minus this
-    machine's, in seconds. `backend` is the inventory's.
+    machine's, in seconds. `backend` and `prologue` are the inventory's.
     """
 
     nodes: tuple[Machine, ...]
@@ -64,6 +68,7 @@ class NodeFacts:
     device: str = "cuda"
     clock_s: Mapping[str, float] = field(default_factory=dict)
     backend: str = ""
+    prologue: str = ""
 
 
 class Verdict(NamedTuple):

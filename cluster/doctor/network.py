@@ -162,6 +162,8 @@ def measure_link(seen: NodeFacts) -> list[Finding]:
     def run(node: Machine) -> str:
         program = _all_reduce_command(node, seen, name, gpus=gpus)
         argv = [*program, "-", ranks[node.name], str(len(ranks)), where, backend]
+        if lines := scripts.prologue(seen.prologue, 'echo "$1" >&2; exit 71'):
+            argv = ["bash", "-c", f'{lines}exec "$@"', "link", *argv]
         try:
             done = reach(node).run(argv, stdin=scripts.text("doctor/all_reduce.py"), timeout_s=_ALL_REDUCE_TIMEOUT_S)
         except UnreachableError:

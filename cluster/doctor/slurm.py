@@ -7,7 +7,19 @@ from dataclasses import replace
 
 from cluster.agent import scripts
 from cluster.doctor import engine, machine
-from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Say, Verdict, judge, parse, with_note
+from cluster.doctor.findings import (
+    PROLOGUE_FAILED,
+    TIMEOUT_S,
+    Check,
+    Facts,
+    Finding,
+    NodeFacts,
+    Say,
+    Verdict,
+    judge,
+    parse,
+    with_note,
+)
 from cluster.doctor.network import device_towards, number_of
 from cluster.errors import ClusterError, UnreachableError
 from cluster.runtimes import RUNTIMES
@@ -32,6 +44,7 @@ def examine(inventory: Inventory, image: str, data: Sequence[str], nodes: int, g
         login = discovery.inspect(replace(inventory, device="any"))[name].machine
         queue = Queue(login, inventory.settings)
         job = Job("doctor", ("true",), nodes, gpus, "/", image=image, device=inventory.device, queue=queue)
+        job = replace(job, prologue=inventory.prologue)
         # The folder "." exists, so the script creates none.
         file = image if RUNTIMES[login.runtime].image_is_file else ""
         command = scripts.command("slurm_check", image=file, run_dir=".", new="", name="", needs=())
@@ -75,6 +88,7 @@ def _run_job(login: Machine, job: Job) -> tuple[dict[int, Facts], list[str]]:
     kind, probe = RUNTIMES[login.runtime], engine.probe_values(login, job.image)
     node = scripts.variables(version=kind.version, check=kind.check(job.image, "true"), **probe)
     node += scripts.text("doctor/slurm_node.sh", "doctor/probe.sh")
+    node = scripts.prologue(job.prologue, PROLOGUE_FAILED) + node
     words = [*srun(job), "--time=5", f"--immediate={IMMEDIATE_S}", "--label", "bash", "-c", node, "node"]
     where = {"run_dir": login.run_dir, "data_dir": login.data_dir, "token": secrets.token_hex(8)}
     text = scripts.variables(timeout_s=IMMEDIATE_S + JOB_S, **where)
@@ -125,6 +139,9 @@ def judge_nodes(job: Job, answers: Mapping[int, Facts], messages: Sequence[str])
     nodes, facts = [], {}
     for rank, node_facts in answers.items():
         host = node_facts.text("host") or f"node-{rank}"
+        if why := node_facts.text("prologue"):
+            found.append(Finding("job", host, "failure", why, "correct prologue in cluster.yaml"))
+            continue
         if "end" not in node_facts.every("probe"):
             why = next((line for line in messages if line.startswith(f"{host}:")), "the task ended early")
             found.append(Finding("job", host, "failure", why, f"on {login.name}: srun --nodelist={host} true"))
@@ -173,12 +190,12 @@ def runtime(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     kind = RUNTIMES[node.runtime]
     if kind.inside or kind.engine:
         found = engine.runtime(node, facts, seen)
-        fix = "load a python3 with torch: module load in ~/.bashrc; or in cluster.yaml: runtime: apptainer"
+        fix = "in cluster.yaml, load a python3 with torch in prologue (module load ...), or set runtime: apptainer"
         return found._replace(fix=fix) if found.fix and kind.inside else found
     if facts.text("runtime_version"):
         return Verdict("ok", facts.text("runtime_version"))
     why = f"{kind.name} is not installed: {scripts.line(kind.version)} fails"
-    return Verdict("failure", why, f"module load {kind.name} in ~/.bashrc, or another runtime in cluster.yaml")
+    return Verdict("failure", why, f"in cluster.yaml, prologue: module load {kind.name}, or another runtime")
 
 
 def image(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict | None:

@@ -107,6 +107,7 @@ def job(
         command = ("-m", "trainer", *arguments)
     env, secrets = _environment(request.env)
     job_env = {**(inventory.env if inventory else {}), **env}
+    prologue = "\n".join(filter(None, [inventory.prologue if inventory else "", request.prologue]))
     restarts = 0 if request.command else DEFAULT_RESTARTS  # other programs may not resume
     stall_timeout_s = 0.0 if request.command else DEFAULT_STALL_TIMEOUT_S  # other programs may wait for input
     run_root = request.run_root or (queue.login.run_dir if queue and not elsewhere else "")
@@ -127,8 +128,9 @@ def job(
         python=request.python or ("python3" if in_containers is not False else here.python),
         workdir=workdir if request.command or in_containers is False else "",
         copies_workdir=copies,
+        prologue=prologue,
         setup=request.setup,
-        setup_key=_setup_key(request.setup, job_env, workdir, here),
+        setup_key=_setup_key(request.setup, prologue, job_env, workdir, here),
         env=job_env,
         pass_env=inventory.pass_env if inventory else _pass_env(here) if is_here and in_containers else PASS_ENV,
         secrets=secrets,
@@ -185,7 +187,13 @@ def _refuse_unsupported(request: Request, backend: Traits, table: Table, *, is_r
             hint = f"give it a value: --set {text}=VALUE"
             hint += f"; an option that takes none: --set {text}=" if backend.flags else ""
             raise UsageError(f"--set {text}: expected KEY=VALUE", hint)
-    given = {"--spares": request.spares, "--image": request.image, "--mount": request.mounts, "--build": request.build}
+    given = {
+        "--prologue": request.prologue,
+        "--spares": request.spares,
+        "--image": request.image,
+        "--mount": request.mounts,
+        "--build": request.build,
+    }
     for option in (option for option, value in given.items() if value):
         backend.refuse(option, table)
     if request.spares < 0:
@@ -389,14 +397,15 @@ def _workdir(request: Request, here: Here, mounts: Sequence[Mount]) -> str:
     return path
 
 
-def _setup_key(text: str, env: Mapping[str, str], workdir: str, here: Here) -> str:
-    """Return a hash of the setup commands, of the files that they name and of the variables that they use.
+def _setup_key(text: str, prologue: str, env: Mapping[str, str], workdir: str, here: Here) -> str:
+    """Return a hash of the setup commands, of the prologue, and of the files and variables that the commands use.
 
     "" if they name a folder, such as `.`, or a file that is too large: the environment then is the job's own.
     """
     if not text or (files := _named_files(text, workdir, here)) is None:
         return ""
     parts = [text.encode(errors="surrogateescape"), *files]
+    parts += [prologue.encode(errors="surrogateescape")] if prologue else []
     used = {name for name in env if any(re.search(rb"\b%b\b" % name.encode(), part) for part in parts)}
     used |= {name for name in env if name.startswith(_INSTALLER_VARIABLES)}
     parts += [f"{name}={env[name]}".encode(errors="surrogateescape") for name in sorted(used)]

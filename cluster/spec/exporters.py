@@ -22,7 +22,7 @@ class _Rented(Traits):
     """A rented machine: a container with the files of this machine."""
 
     name, machines, in_containers = "rented", "here", True
-    supports = frozenset({"--image", "--mount"})
+    supports = frozenset({"--image", "--mount", "--prologue"})
     refusals: ClassVar[Mapping[str, str]] = {"unequal nodes": "a task file has one number for all nodes"}
 
 
@@ -55,8 +55,8 @@ def _skypilot(job: Job) -> dict[str, Any]:
         "file_mounts": {mount.target: mount.source for mount in job.mounts if mount.source != job.workdir},
         "envs": dict(job.env),
         "secrets": dict.fromkeys(job.secrets),
-        "setup": job.setup,
-        "run": _torchrun(job, _SKYPILOT),
+        "setup": job.setup and "\n".join(filter(None, [job.prologue, job.setup])),
+        "run": "\n".join(filter(None, [job.prologue, _torchrun(job, _SKYPILOT)])),
     }
 
 
@@ -72,7 +72,7 @@ def _dstack(job: Job) -> dict[str, Any]:
         "files": [f"{source}:{target}" for source, target in folders],
         "working_dir": job.workdir and _WORKDIR,
         "env": [*(f"{name}={value}" for name, value in job.env.items()), *job.secrets],
-        "commands": [*([job.setup] if job.setup else []), _torchrun(job, _DSTACK)],
+        "commands": [*filter(None, [job.prologue, job.setup]), _torchrun(job, _DSTACK)],
         "resources": {} if job.device == "cpu" else {"gpu": job.most_procs},
     }
 

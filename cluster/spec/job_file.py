@@ -72,6 +72,7 @@ class JobFile(Keys):
     )
     workdir: str = ""
     send_secrets: bool = False
+    prologue: str = ""
     setup: str = ""
     image: str = ""
     build: str = ""

@@ -20,6 +20,7 @@ KEYS = (
         "args",
         "workdir",
         "send_secrets",
+        "prologue",
         "setup",
         "image",
         "build",

@@ -128,6 +128,7 @@ class Inventory:
     device: Device = "cuda"
     env: Mapping[str, str] = field(default_factory=dict)
     pass_env: tuple[str, ...] = PASS_ENV
+    prologue: str = ""
     mounts: tuple[Mount, ...] = ()
     path: str = ""
 
@@ -139,7 +140,8 @@ class Job:
     `run_root` has one folder per job; `image` is "" if no node runs in a container. `says_ready`: the program writes
     the contract's events. `secrets` are names of variables whose values no plan contains. The program runs in
     `workdir`; with `copies_workdir` each node has a copy
-    of this machine's folder there. `setup` are shell commands that run before it on each node, in a virtual
+    of this machine's folder there. `prologue` are shell lines that a node runs first, outside of its container, and
+    that set its environment. `setup` are shell commands that run before it on each node, in a virtual
     environment that all jobs with the same `setup_key` share ("": the job's own). Containers get the variables of the
     node that match a pattern of `pass_env`. `hosts` are the machines (none: this machine), or `queue` provides them.
     `gpus` are this machine's, for all of its nodes together. After a failure the job restarts `max_restarts` times,
@@ -161,6 +163,7 @@ class Job:
     python: str = "python3"
     workdir: str = ""
     copies_workdir: bool = False
+    prologue: str = ""
     setup: str = ""
     setup_key: str = ""
     env: Mapping[str, str] = field(default_factory=dict)

@@ -125,6 +125,16 @@ class Request(BackendOptions):
             rich_help_panel=_PROGRAM,
         ),
     ] = ""
+    prologue: Annotated[
+        str,
+        option(
+            metavar="LINES",
+            help="Shell lines to run first on each node, such as 'module load cuda; conda activate ml'.\n\n"
+            "What they export reaches the program without a container, and the command that starts one. Only the "
+            "backends local, ssh and slurm have a shell on the node: elsewhere use --setup or --env.",
+            rich_help_panel=_PROGRAM,
+        ),
+    ] = ""
     setup: Annotated[
         str,
         option(

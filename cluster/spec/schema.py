@@ -169,6 +169,10 @@ class File(Keys):
     pass_env: list[Annotated[str, StringConstraints(pattern=_PATTERN)]] = Field(
         default=list(PASS_ENV), description="Variables of a machine that its containers get, too."
     )
+    prologue: str = Field(
+        default="",
+        description="Shell lines that every job runs first on each node: `module load cuda`. Those of the job follow.",
+    )
     mounts: list[MountText] = Field(
         default=[], description="`SOURCE[:TARGET[:rw]]`: folders of the node that every container gets."
     )
@@ -343,6 +347,7 @@ def read(text: str, path: str, table: Table, cwd: str = "/") -> Inventory:
         device=file.device,
         env=file.env,
         pass_env=tuple(file.pass_env),
+        prologue=file.prologue,
         mounts=tuple(mount(text, folder) for text in file.mounts),
         path=path,
     )
@@ -361,7 +366,7 @@ def _check_nodes(file: File, backend: Traits, table: Table, source: Source) -> N
         expected = "expected one node, the login node" if backend.has_login_node else "expected no node"
         raise source.error(("nodes",), expected, f"{backend.name} chooses the nodes of a job")
     if backend.machines == "assigned" and not backend.has_login_node:
-        for key in ("defaults", "ssh_config", "pass_env"):
+        for key in ("defaults", "ssh_config", "pass_env", "prologue"):
             if key in file.model_fields_set:
                 problem = f"backend {backend.name} has no machines that it could be for"
                 raise source.error((key,), problem, f"omit it; the keys of {backend.name} are in its section")

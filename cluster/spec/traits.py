@@ -8,6 +8,9 @@ from cluster.errors import UsageError
 from cluster.runtimes.base import Runtime
 from cluster.spec.model import Device, Machine
 
+#: The refusal of `--prologue` where the engine or the cluster starts the containers.
+NO_NODE_SHELL = "no shell on the node starts the container; in the container, use --setup for commands and --env"
+
 
 class Traits:
     """The declarations of a backend; each has a default, which most backends keep."""

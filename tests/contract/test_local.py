@@ -608,3 +608,47 @@ def test_a_current_folder_that_has_been_removed_is_one_error(clusterctl):
     done = subprocess.run(["bash", "-c", script], env=clusterctl.env, capture_output=True, text=True, check=False)
     error = "error: the current folder has been removed\nhint: cd to a folder that exists\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "no jobs\n", 2 * error)
+
+
+#: Prints what the prologue has set, and what it must not.
+SEES = (
+    "import os\nprint('sees', *(os.environ.get(name) for name in ('LOADED', 'CHOICE', 'PET_NNODES', 'LOCAL_RANK')))\n"
+)
+MODULES = "module() { echo loading $2; false; export LOADED=$2; }\n"
+
+
+def test_the_prologue_sets_the_programs_environment_but_not_the_launchers(clusterctl, launch, job_name):
+    (clusterctl.folder / "sees.py").write_text(SEES)
+    (clusterctl.folder / "modules.sh").write_text(MODULES)
+    lines = f"source {clusterctl.folder}/modules.sh\nmodule load cuda/$VERSION; CHOICE=own; [ -d /none ] && exit 1\n"
+    lines += "export CHOICE PET_NNODES=7; cd /; umask 027; set -u"
+    (clusterctl.folder / "job.yaml").write_text(json.dumps({"prologue": lines, "command": "sees.py"}))
+    clusterctl.expect(0, *LOCAL, "job.yaml", "--name", job_name, "--env", "VERSION=12.4")
+    log = clusterctl.run("logs", job_name)[1]
+    assert "sees cuda/12.4 own 1 0" in log
+    assert "prologue: loading cuda/12.4" in log
+    saved = (clusterctl.folder / "runs" / job_name / "job.yaml").read_text()
+    assert "module load" in saved
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("true\nfind_nothing --now", "exit code 127: find_nothing --now: .*command not found"),
+        ("f() { echo not there >&2; return 5; }; f a", "exit code 5: f a: not there"),
+        ("if", "exit code [12]: .*syntax error"),
+        ("exit 0", "exit code 0: exit 0"),
+    ],
+)
+def test_a_line_of_the_prologue_that_fails_is_found_before_the_start(clusterctl, launch, job_name, lines, said):
+    (clusterctl.folder / "sees.py").write_text(SEES)
+    text = clusterctl.expect(2, *launch("sees.py", "--prologue", lines))
+    assert re.search(said, text.replace("\n", " ")), text
+    assert not (clusterctl.folder / "runs" / job_name / "attempt-1").exists()
+
+
+def test_a_line_of_the_prologue_that_fails_on_the_node_ends_the_job(clusterctl, launch):
+    (clusterctl.folder / "sees.py").write_text(SEES)
+    once = clusterctl.folder / "once"  # the preflight check makes it
+    text = clusterctl.expect(1, *launch("sees.py", "--prologue", f"mkdir {once}"))
+    assert f"the prologue failed with exit code 1: mkdir {once}: mkdir: cannot create" in " ".join(text.split()), text

@@ -533,3 +533,25 @@ def test_files_have_the_umask_of_the_login_there_and_of_the_launcher_here(machin
     assert (local / "report.html").stat().st_mode & 0o777 == 0o666 & ~here
     assert (remote / "attempt-1").stat().st_mode & 0o777 == 0o777 & ~there
     assert not (remote / "attempt-1" / "node-0.secrets").exists()
+
+
+def test_the_prologues_of_the_cluster_and_of_the_job_reach_the_program(machines, run):
+    """Also the preflight check runs them, so that it finds the interpreter that they put into PATH."""
+    text = "import os; print('sees', os.environ['FIRST'], os.environ['LAST'])\n"
+    (machines.folder / "sees.py").write_text(text)
+    (machines.folder / "bin").mkdir()
+    for name in ("python3", "mypython"):
+        (machines.folder / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        (machines.folder / "bin" / name).chmod(0o755)
+    file = machines.folder / "cluster.yaml"
+    lines = f"module() {{ PATH={machines.folder}/bin:$PATH; export FIRST=$1 LAST=$1; }}\nmodule use"
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "prologue": lines}))
+    python = ["--python", "mypython"]
+    assert "sees use job" in run("sees.py", "--prologue", "export LAST=job", *python, "--logs", "all")
+    text = run("sees.py", "--prologue", "module; (exit 9)", code=2, name="fails")
+    assert text.count("the prologue failed with exit code 9") == 2, text  # for each machine
+    doctor = machines.run("doctor", "--only", "node-0", "--skip", "here")[1]
+    assert "with torch" in doctor
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "prologue": "false"}))
+    doctor = machines.run("doctor", "--only", "node-0", "--skip", "here")[1]
+    assert "the prologue failed with exit code 1: false" in " ".join(doctor.split())

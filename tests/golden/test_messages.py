@@ -51,6 +51,8 @@ launch --spares 2 -b local
 launch --array jobs.txt -b local
 launch --partition gpu -b local
 launch --set mem=3G -b compose
+launch --prologue 'module load cuda' -b compose
+plan --prologue 'module load cuda' -b kubernetes --image t
 launch --image trainer:0.1 -b local
 launch --push -b local
 launch --wait 1h -b slurm

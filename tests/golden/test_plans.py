@@ -33,6 +33,7 @@ JOBS = {
         workdir="/home/ann/it's here",
         env={"NOTE": "a'; echo $HOME `id`", "LINES": "1\n2", "GLOO_SOCKET_IFNAME": "eth7"},
         mounts=(Mount("/home/ann/it's $here", "/data"),),
+        prologue="module() { export LOADED=it\\'s; }\nmodule load cuda",
         says_ready=False,
     ),
 }
@@ -56,6 +57,8 @@ PLANS = (
 )
 STATIC = (
     "agent/node.sh",
+    "agent/node_start.sh",
+    "agent/prologue.sh",
     "agent/own_folder.sh",
     "agent/slurm_env.sh",
     "agent/batch.sh",
@@ -84,6 +87,7 @@ def plan(case):
     backend, *runtime, name = case.split("-")
     job = JOBS[name]
     if backend == "compose":
+        job = replace(job, prologue="")
         job = replace(job, image="trainer:0.1", user="1000:1000", secrets=("TOKEN",))
     if backend == "ssh":
         mounts = (*job.mounts, Mount('/data/a,b "c"', "/data/ab"))

@@ -50,6 +50,14 @@ def test_the_trainer_with_its_data(to: str) -> None:
     assert "gpu" not in found.get("resources", {})
 
 
+def test_the_prologue_precedes_the_setup_and_the_program() -> None:
+    options = {"command": "train.py", "setup": "pip list", "prologue": "module load cuda"}
+    found, _ = task("skypilot", **options)
+    assert found["setup"] == "module load cuda\npip list"
+    assert found["run"].startswith("module load cuda\ntorchrun")
+    assert task("dstack", **options)[0]["commands"][:2] == ["module load cuda", "pip list"]
+
+
 @pytest.mark.parametrize("to", exporters.FORMATS)
 @pytest.mark.parametrize(("gpus", "number"), [("4,1", 4), ("all", 2)])
 def test_a_task_has_one_number_for_all_nodes(to: str, gpus: str, number: int) -> None:

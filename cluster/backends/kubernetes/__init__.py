@@ -37,6 +37,7 @@ from cluster.backends.kubernetes.retries import Retries, is_half_started
 from cluster.backends.monitor import NodeMonitor, NodeStatuses
 from cluster.errors import ClusterError, LaunchError, NameTakenError, UnreachableError, UsageError
 from cluster.spec.model import WORKDIR, Device, Inventory, Job, JobRecord, Machine, Node, NodeStatus, Plan
+from cluster.spec.traits import NO_NODE_SHELL
 from cluster.transport import Completed, parallel
 from cluster.transport.files import Report
 from cluster.transport.process import interruptible
@@ -144,6 +145,7 @@ class KubernetesBackend(Backend):
         "--build": _NO_PUSH,
         "--push": _NO_PUSH,
         "image push": _NO_PUSH,
+        "--prologue": NO_NODE_SHELL,
         "sync": "a job sends its files to its pods; large data belongs on a volume, and kubectl cp copies it there",
     }
     section = "cluster.backends.kubernetes.options:Options"
