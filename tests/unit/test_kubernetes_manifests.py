@@ -42,6 +42,7 @@ ALL_KEYS = {
     "runtime_class": "nvidia",
     "service_account": "trainer",
     "image_pull_secrets": ["registry"],
+    "image_pull_policy": "Always",
     "security_context": {
         "run_as_user": 0,
         "run_as_group": 0,
@@ -599,3 +600,26 @@ def test_a_field_that_no_version_has_does_not_fit():
 def test_jobs_of_one_name_differ_only_in_what_they_ask_for():
     first, second = objects(job()), objects(replace(job(), env={"A": "b"}))
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("image", "policy"),
+    [
+        ("trainer:0.1", "IfNotPresent"),
+        ("trainer", "Always"),
+        ("trainer:latest", "Always"),
+        ("registry.example.com:5000/trainer", "Always"),
+        ("registry.example.com:5000/trainer:latest", "Always"),
+        ("registry.example.com:5000/trainer:1", "IfNotPresent"),
+        (f"registry.example.com:5000/trainer@sha256:{'0' * 64}", "IfNotPresent"),
+    ],
+)
+def test_an_image_whose_tag_moves_is_pulled_each_time(image, policy):
+    mounts = (Mount("/home/ann/a", "/home/ann/a", synced=True),)
+
+    def policies(options=None):
+        spec = pods(job(options, image=image, mounts=mounts))[0]["spec"]
+        return [each["imagePullPolicy"] for each in (*spec["initContainers"], *spec["containers"])]
+
+    assert policies() == [policy] * 2
+    assert policies({"image_pull_policy": "Never"}) == ["Never"] * 2

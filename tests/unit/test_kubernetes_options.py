@@ -25,7 +25,8 @@ def test_a_section_is_the_same_after_it_has_been_stored_as_json():
         gpu_resource: nvidia.com/mig-1g.10gb, requests: {cpu: 1.5, memory: 64Gi}, limits: {cpu: 2}, shared_memory: 8Gi,
         devices: {rdma/hca: 1}, host_network: true, node_selector: {example.com/pool: "1"}, priority_class: high,
         tolerations: [{key: pool, value: a, effect: NoExecute, seconds: 60}, {operator: Exists}], runtime_class: nvidia,
-        service_account: trainer, image_pull_secrets: [registry], security_context: {run_as_user: 0}, labels: {team: },
+        service_account: trainer, image_pull_secrets: [registry],
+        image_pull_policy: Always, security_context: {run_as_user: 0}, labels: {team: },
         annotations: {"example.com/note": "any: text"}, kueue_queue: gpus, half_started_s: 90}"""
     section = read(text)
     stored = section.model_dump(mode="json", exclude_unset=True)

@@ -5,8 +5,10 @@ from decimal import Decimal
 import pytest
 
 from cluster.backends.kubernetes import preflight
+from cluster.backends.kubernetes.kubectl import NotFoundError
 from cluster.backends.kubernetes.retries import Retries, is_half_started
 from cluster.backends.kubernetes.waiting import PodState
+from cluster.errors import UsageError
 from cluster.spec.model import NodeStatus
 
 #: As `kubectl auth can-i --list --no-headers` prints it.
@@ -40,7 +42,12 @@ def test_an_admin_may_do_everything():
 
 
 def pod(**spec):
-    return {"spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": "2", "memory": "1Gi"}}}], **spec}}
+    return {
+        "spec": {
+            "containers": [{"name": "node", "resources": {"limits": {"nvidia.com/gpu": "2", "memory": "1Gi"}}}],
+            **spec,
+        }
+    }
 
 
 def test_what_the_pods_name_and_request():
@@ -55,7 +62,7 @@ def test_what_the_pods_name_and_request():
     assert needs.named("secret") == ["registry"]  # the job creates its own
     assert needs.named("priorityclass") == ["high"]
     assert needs.named("serviceaccount") == []
-    assert needs.gpus == ("nvidia.com/gpu", 2)
+    assert needs.devices == {"nvidia.com/gpu": 2}
     requests = preflight._requests(needs.pods)
     assert requests["requests.nvidia.com/gpu"] == 4
     assert requests["limits.memory"] == requests["memory"] == Decimal(2 * 1024**3)
@@ -96,3 +103,64 @@ def test_tries_are_random_and_rarer_each_time():
         column = [each[nth] for each in waits]
         assert 5 <= min(column) <= max(column) <= most
         assert len(set(column)) > 10  # two jobs do not meet again
+
+
+class Cluster:
+    """A cluster with these machines (what each can allocate) and claims (the access modes of each)."""
+
+    def __init__(self, machines=(), claims=None):
+        self.objects = {
+            "nodes": [{"metadata": {}, "status": {"allocatable": each}} for each in machines],
+            **{name: [{"spec": {"accessModes": modes}}] for name, modes in (claims or {}).items()},
+        }
+
+    def get(self, kind, *names):
+        try:
+            return self.objects[names[0] if names else kind]
+        except KeyError:
+            raise NotFoundError("not found") from None
+
+
+def asks_for(limits, *, pods=2, gpu="nvidia.com/gpu", sidecar=None, **spec):
+    containers = [{"name": "node", "resources": {"limits": limits}}]
+    if sidecar:
+        containers.insert(0, {"name": "proxy", "resources": {"limits": sidecar}})
+    one = {"spec": {"containers": containers, **spec}}
+    return preflight.Needs("x", True, [one] * pods, "", secrets=False, gpu_resource=gpu)
+
+
+@pytest.mark.parametrize("gpu", ["nvidia.com/gpu", "nvidia.com/mig-1g.10gb", "amd.com/gpu", "habana.ai/gaudi"])
+def test_the_gpus_are_counted_and_other_devices_are_not_taken_for_them(gpu):
+    devices = {"rdma/hca": "1", "memory": "1Gi", gpu: "4"}  # in this order, as the section is before the GPUs
+    machine = {"rdma/hca": "8", gpu: "4", "cpu": "8"}
+    assert preflight._devices(Cluster([machine] * 2), asks_for(devices, gpu=gpu)) == []
+    with pytest.raises(UsageError, match=f"2 pods need 4 {gpu} and 1 rdma/hca each, and the cluster has room for 1"):
+        preflight._devices(Cluster([machine, {**machine, gpu: "3"}]), asks_for(devices, gpu=gpu))
+    with pytest.raises(UsageError, match=f"no machine has {gpu}; no machine of the cluster has a GPU"):
+        preflight._devices(Cluster([{"rdma/hca": "8"}] * 2), asks_for(devices, gpu=gpu))
+    with pytest.raises(UsageError, match=r"no machine has rdma/hca; the cluster has rdma/hca_shared") as error:
+        preflight._devices(Cluster([{"rdma/hca_shared": "8", gpu: "4"}] * 2), asks_for({**devices}, gpu=gpu))
+    assert error.value.hint.startswith("devices:")
+
+
+def test_devices_without_gpus_and_those_of_a_sidecar():
+    assert preflight._devices(Cluster([{"rdma/hca": "1"}] * 2), asks_for({"rdma/hca": 1})) == []
+    assert preflight._devices(Cluster(), asks_for({"memory": "1Gi"}, sidecar={"nvidia.com/gpu": 1})) == []
+
+
+def claims_of(modes, pods):
+    volumes = [{"persistentVolumeClaim": {"claimName": "data"}}]
+    return preflight._claims(Cluster(claims={"data": modes}), asks_for({}, pods=pods, volumes=volumes))
+
+
+def test_claims_that_several_pods_cannot_mount():
+    assert claims_of(["ReadWriteMany"], 2) == claims_of(["ReadOnlyMany"], 2) == claims_of(["ReadWriteOncePod"], 1) == []
+    assert claims_of(["ReadWriteOnce"], 1) == []
+    assert claims_of(["ReadWriteOnce", "ReadWriteMany"], 2) == []
+    (warning,) = claims_of(["ReadWriteOnce"], 2)
+    assert "PersistentVolumeClaim data: its access mode is ReadWriteOnce" in warning
+    assert "ReadWriteMany" in warning
+    with pytest.raises(UsageError, match="only one of the job's 3 pods can mount it"):
+        claims_of(["ReadWriteOncePod"], 3)
+    with pytest.raises(UsageError, match="the namespace has no PersistentVolumeClaim data"):
+        preflight._claims(Cluster(), asks_for({}, volumes=[{"persistentVolumeClaim": {"claimName": "data"}}]))

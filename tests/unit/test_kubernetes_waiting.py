@@ -115,3 +115,20 @@ def test_later_versions_name_the_disruption():
     gated = deepcopy(PODS["gpus"]["pod"])
     gated["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}]
     assert "queue" in observed("gpus", gated).status.detail
+
+
+@pytest.mark.parametrize("kind", ["docker-pullable://registry/t@", "docker://", "registry/t@", ""])
+def test_nodes_with_another_image_end_and_are_named(kind):
+    def state(node, digest, of_kind=kind):
+        pod = deepcopy(PODS["running"]["pod"])
+        pod["status"]["containerStatuses"][0]["imageID"] = f"{of_kind}sha256:{digest}" if digest else ""
+        return waiting.observed(node, pod)
+
+    first, second = "1234567890ab" + "0" * 52, "fedcba098765" + "0" * 52
+    assert waiting.different_image("t:latest", [state("node-0", first), state("node-1", first)]) == {}
+    assert waiting.different_image("t:latest", [state("node-0", first), state("node-1", "")]) == {}
+    assert waiting.different_image("t:latest", [state("node-0", first), state("node-1", second, "other/t@")]) == {}
+    states = [state("node-0", ""), state("node-1", first), state("node-2", first), state("node-3", second)]
+    ((node, found),) = waiting.different_image("t:latest", states).items()
+    assert (node, found.phase, found.exit_code, found.is_final) == ("node-3", "exited", 2, True)
+    assert "its image t:latest is fedcba098765, but on node-1 it is 1234567890ab" in found.detail

@@ -191,7 +191,12 @@ class KubernetesBackend(Backend):
         if found := self.problem():
             raise UsageError(*found)
         needs = preflight.Needs(
-            plan.job_id, plan.attempt == 1, _pods(plan), _text(plan), secrets=bool(plan.job.secrets)
+            plan.job_id,
+            plan.attempt == 1,
+            _pods(plan),
+            _text(plan),
+            secrets=bool(plan.job.secrets),
+            gpu_resource=manifests.options_of(job).gpu_resource,
         )
         self._skipped[plan.job_id] = preflight.check(_client(plan), needs)
 

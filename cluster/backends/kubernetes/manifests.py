@@ -273,7 +273,7 @@ def _node_container(
     container: Document = {
         "name": NODE_CONTAINER,
         "image": job.image,
-        "imagePullPolicy": "IfNotPresent",
+        "imagePullPolicy": options.image_pull_policy or _pull_policy(job.image),
         # not `command`: the entrypoint of the image stays, as with Docker
         "args": [_literal(word) for word in (job.python, _AGENT, *job.command)],
         "workingDir": job.workdir,
@@ -296,7 +296,7 @@ def _files_container(job: Job, options: Options) -> Document:
     container: Document = {
         "name": FILES_CONTAINER,
         "image": job.image,
-        "imagePullPolicy": "IfNotPresent",
+        "imagePullPolicy": options.image_pull_policy or _pull_policy(job.image),
         "command": ["sh", "-c", wait],
         "resources": _resources(job, options, with_devices=False),
         "securityContext": _container_security(
@@ -305,6 +305,13 @@ def _files_container(job: Job, options: Options) -> Document:
         "volumeMounts": mounts,
     }
     return _given(container)
+
+
+def _pull_policy(image: str) -> str:
+    """Return when to pull an image unless the section says it, by Kubernetes' own rule for an omitted policy."""
+    name, _, digest = image.partition("@")
+    _, _, tag = name.rpartition("/")[2].partition(":")
+    return "IfNotPresent" if digest or tag not in ("", "latest") else "Always"
 
 
 def _environment(job: Job, options: Options, rank: int, *, attempt: int, port: int) -> list[Document]:

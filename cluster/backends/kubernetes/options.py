@@ -246,6 +246,11 @@ class Options(Keys):
     image_pull_secrets: tuple[ObjectName, ...] = Field(
         default=(), description="Secrets with the logins of registries, as kubectl create secret docker-registry makes."
     )
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
+        default=None,
+        description="When the machines pull the container image. By default `Always` for an image without a tag or "
+        "with the tag latest, so that a job gets what was pushed last, and otherwise `IfNotPresent`.",
+    )
     security_context: SecurityContext = Field(default_factory=SecurityContext)
     labels: dict[UserKey, LabelValue] = Field(default={}, description="Labels of all objects of a job.")
     annotations: dict[UserKey, Text] = Field(default={}, description="Annotations of all objects of a job.")

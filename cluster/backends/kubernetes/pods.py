@@ -40,6 +40,7 @@ class PodWatch:
     def __init__(self, plan: Plan, rank: int, *, is_again: bool = False) -> None:
         """`is_again`: an earlier pod of this name was given up. Its log is not continued."""
         self.name, self.pod = plan.nodes[rank].name, manifests.pod_of(plan, plan.nodes[rank])
+        self.image = plan.job.image
         #: The last answer of its agent, None before the first.
         self.answer: NodeStatus | None = None
         self.error: ClusterError | None = None
@@ -251,7 +252,9 @@ def poll(
             if state.status.phase in ("exited", "lost"):
                 watch.complete_log(kubectl)
             statuses.append(watch.explained(state.status))
-    return [_if_deleted(status, state) for status, state in zip(statuses, states, strict=True)], states
+    statuses = [_if_deleted(status, state) for status, state in zip(statuses, states, strict=True)]
+    different = waiting.different_image(watches[0].image if watches else "", states)
+    return [different.get(status.node, status) if status.exit_code is None else status for status in statuses], states
 
 
 def _if_deleted(status: NodeStatus, state: waiting.PodState) -> NodeStatus:

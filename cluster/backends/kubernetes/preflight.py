@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.backends import preflight
 from cluster.backends.kubernetes.kubectl import RIGHTS_HINT, ForbiddenError, Kubectl, NotFoundError
-from cluster.backends.kubernetes.manifests import JOB_LABEL
+from cluster.backends.kubernetes.manifests import JOB_LABEL, NODE_CONTAINER
 from cluster.backends.kubernetes.options import amount
 from cluster.errors import ClusterError, GpusHeldError, NameTakenError, UsageError
 
@@ -26,6 +26,8 @@ RIGHTS = (
 SECRET_RIGHTS = (("create", "secrets"), ("delete", "secrets"))
 _IN_CLUSTER_YAML = "in the section kubernetes of cluster.yaml"
 _KINDS = "pods,services,configmaps"
+#: What is in the names of GPUs and of other accelerators on which a job could run.
+_GPU = r"gpu|/mig-|gaudi|/neuron|/tpu|/npu|\.intel\.com/(i915|xe)"
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Needs:
     pods: Sequence[Mapping[str, Any]]
     manifest: str
     secrets: bool
+    #: The resource of which --gpus is the number.
+    gpu_resource: str = ""
 
     def named(self, kind: str) -> list[str]:
         """Return the names of the objects of a kind that the pods need, and that the job does not create itself."""
@@ -61,28 +65,29 @@ class Needs:
         return sorted(found - {f"{self.job}-secrets"})
 
     @property
-    def gpus(self) -> tuple[str, int]:
-        """The name of the GPU resource and the number in each pod; ("", 0) for none."""
-        limits = self.pods[0]["spec"]["containers"][0].get("resources", {}).get("limits", {})
-        found = [(name, int(str(count))) for name, count in limits.items() if "/" in name]
-        return found[0] if found else ("", 0)
+    def devices(self) -> dict[str, int]:
+        """The devices that a pod's node container asks for, by their resource; its GPUs first."""
+        (node,) = (each for each in self.pods[0]["spec"]["containers"] if each["name"] == NODE_CONTAINER)
+        limits = node.get("resources", {}).get("limits", {})
+        found = {name: int(amount(str(count))) for name, count in limits.items() if "/" in name}
+        return dict(sorted(found.items(), key=lambda item: item[0] != self.gpu_resource))
 
 
 _CLAIM = "persistentVolumeClaim"
 
 
 def check(kubectl: Kubectl, needs: Needs) -> list[str]:
-    """Raise one error for everything that the cluster lacks; return a sentence for each check that was skipped.
+    """Raise one error for everything that the cluster lacks; return warnings, and a sentence for each skipped check.
 
     Raises UsageError, else NameTakenError or GpusHeldError; UnreachableError if the API server does not answer.
     """
     _refuse_absent(kubectl)
     checks: list[Callable[[], list[str]]] = [
         lambda: _name(kubectl, needs),
-        lambda: _gpus(kubectl, needs),
+        lambda: _devices(kubectl, needs),
         lambda: _quota(kubectl, needs),
         lambda: _priority(kubectl, needs),
-        lambda: _named(kubectl, needs, "persistentvolumeclaim", "PersistentVolumeClaim", "claim:"),
+        lambda: _claims(kubectl, needs),
         lambda: _named(kubectl, needs, "secret", "Secret", "image_pull_secrets:"),
         lambda: _named(kubectl, needs, "serviceaccount", "ServiceAccount", "service_account:"),
     ]
@@ -203,31 +208,76 @@ def _priority(kubectl: Kubectl, needs: Needs) -> list[str]:
     return []
 
 
-def _gpus(kubectl: Kubectl, needs: Needs) -> list[str]:
-    """Refuse a job that the cluster could not run even if it were empty."""
-    resource, count = needs.gpus
-    if not resource:
+def _devices(kubectl: Kubectl, needs: Needs) -> list[str]:
+    """Refuse a job whose GPUs and other devices the cluster would not have even if it were empty."""
+    wanted = needs.devices
+    if not wanted:
         return []
+    of_each = " and ".join(f"{count} {resource}" for resource, count in wanted.items())
     try:
         nodes = kubectl.get("nodes")
     except ForbiddenError:
-        return [f"not checked: whether enough machines have {count} {resource}, because you may not list nodes"]
+        return [f"not checked: whether enough machines have {of_each}, because you may not list nodes"]
     selector = needs.pods[0]["spec"].get("nodeSelector", {})
     fitting = [node for node in nodes if selector.items() <= node["metadata"].get("labels", {}).items()]
-    each = [int(amount(node["status"].get("allocatable", {}).get(resource, "0"))) for node in fitting]
-    slots = sum(have // count for have in each)
+    have = [{name: _allocatable(node, name) for name in wanted} for node in fitting]
+    slots = sum(min(each[name] // count for name, count in wanted.items()) for each in have)
     if slots >= len(needs.pods):
         return []
-    others = sorted(
-        {name for node in nodes for name in node["status"].get("allocatable", {}) if re.search(r"/.*(gpu|mig)", name)}
-    )
-    what = f"{len(needs.pods)} pods need {count} {resource} each"
-    if not any(each):
-        have = f"the cluster has {', '.join(others)}" if others else "no machine of the cluster has a GPU"
-        hint = f"gpu_resource: {_IN_CLUSTER_YAML}, or --device cpu"
-        raise UsageError(f"{what}, and no machine has one" + (" that fits" if selector else "") + f"; {have}", hint)
+    what = f"{len(needs.pods)} pods need {of_each} each"
+    for resource in (name for name in wanted if not any(each[name] for each in have)):
+        is_gpu = resource == needs.gpu_resource
+        kind = "GPU" if is_gpu else resource
+        others = sorted(
+            name
+            for name in {name for node in nodes for name in node["status"].get("allocatable", {})}
+            if "/" in name and name not in wanted and bool(re.search(_GPU, name)) == is_gpu
+        )
+        known = f"the cluster has {', '.join(others)}" if others else f"no machine of the cluster has a {kind}"
+        hint = f"gpu_resource: {_IN_CLUSTER_YAML}, or --device cpu" if is_gpu else f"devices: {_IN_CLUSTER_YAML}"
+        which = "one" if len(wanted) == 1 else resource
+        raise UsageError(
+            f"{what}, and no machine has {which}" + (" that fits" if selector else "") + f"; {known}", hint
+        )
     hint = "--nodes and --gpus; kubectl describe nodes shows what each machine has"
     raise UsageError(f"{what}, and the cluster has room for {slots}, on {len(fitting)} machines", hint)
+
+
+def _allocatable(node: Mapping[str, Any], resource: str) -> int:
+    return int(amount(str(node["status"].get("allocatable", {}).get(resource, "0"))))
+
+
+def _claims(kubectl: Kubectl, needs: Needs) -> list[str]:
+    """Refuse claims that do not exist, or that only one pod may use; return a sentence for those of one machine."""
+    notes, missing, single = [], [], []
+    for name in needs.named("persistentvolumeclaim"):
+        try:
+            (claim,) = kubectl.get("persistentvolumeclaim", name)
+        except NotFoundError:
+            missing.append(name)
+            continue
+        except ForbiddenError:
+            notes.append(f"not checked: the PersistentVolumeClaim {name}, because you may not read it")
+            continue
+        modes = set(claim["spec"].get("accessModes", ()))
+        if len(needs.pods) == 1 or modes & {"ReadWriteMany", "ReadOnlyMany"}:
+            continue
+        if "ReadWriteOnce" in modes:
+            notes.append(
+                f"PersistentVolumeClaim {name}: its access mode is ReadWriteOnce, so only pods on one machine can "
+                "mount it, and the others wait; use a claim with ReadWriteMany"
+            )
+        elif "ReadWriteOncePod" in modes:
+            single.append(name)
+    if missing:
+        hint = f"claim: {_IN_CLUSTER_YAML}; kubectl get persistentvolumeclaim lists those that exist"
+        raise UsageError(f"the namespace has no PersistentVolumeClaim {', '.join(missing)}", hint)
+    if single:
+        why = (
+            f"PersistentVolumeClaim {', '.join(single)}: its access mode is ReadWriteOncePod, so only one of the job's"
+        )
+        raise UsageError(f"{why} {len(needs.pods)} pods can mount it", "use a claim with ReadWriteMany, or --nodes 1")
+    return notes
 
 
 def _quota(kubectl: Kubectl, needs: Needs) -> list[str]:

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from cluster import contract
+from cluster.runtimes import short_id
 from cluster.spec.model import NodeStatus
 
 Document = Mapping[str, Any]
@@ -36,7 +37,7 @@ class PodState:
     machine ("": none yet). `host_is_silent`: Kubernetes has not heard from that machine. `wants_room`: the scheduler
     finds no machine with enough free resources. `receives`: its init container waits for files. `started_at` is a Unix
     time by the machine's clock. `deleted`: why Kubernetes or a user ends the pod ("": it does not), and `grace_s` the
-    time that it then has.
+    time that it then has. `image_id` is what its machine took for the image's name ("": not known yet).
     """
 
     status: NodeStatus
@@ -49,6 +50,7 @@ class PodState:
     started_at: float = 0.0
     deleted: str = ""
     grace_s: int = 0
+    image_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ def _no_image(message: str, tries: int) -> bool:
     return tries >= PULL_TRIES or bool(_NO_IMAGE.search(message))
 
 
+#: What to do about machines that have different images of one name.
+_SAME_IMAGE = "--set image_pull_policy=Always gets the newest everywhere, --image NAME@sha256:DIGEST one and the same"
 _IMAGE = "the container image {image} cannot be pulled: {message}"
 _WAITING = {
     "InvalidImageName": _Reason("{image} is not the name of a container image: {message}", _always),
@@ -124,7 +128,7 @@ def observed(node: str, pod: Document, events: Sequence[Document] = ()) -> PodSt
 
     `needs_events` says which pods need them.
     """
-    state = _observed(node, pod, events)
+    state = replace(_observed(node, pod, events), image_id=_container(pod).get("imageID", ""))
     if "deletionTimestamp" not in pod["metadata"]:
         return state
     grace_s = pod["metadata"].get("deletionGracePeriodSeconds", 0)
@@ -150,6 +154,24 @@ def _observed(node: str, pod: Document, events: Sequence[Document]) -> PodState:
 def gone(node: str, events: Sequence[Document] = ()) -> NodeStatus:
     """Return the status of a node whose pod does not exist any more; `events` are those about the pod."""
     return NodeStatus(node, "lost", detail=_deletion(events) or "its pod was deleted")
+
+
+def different_image(image: str, states: Sequence[PodState]) -> dict[str, NodeStatus]:
+    """Return the status of each node whose container runs another image than the first node's.
+
+    Machines name an image by the digest in a registry, or by its ID if it was loaded: only IDs of one kind compare.
+    """
+    found: dict[str, tuple[str, str]] = {}  # the first node with each kind of ID, and its ID
+    different = {}
+    for state in states:
+        kind, _, digest = state.image_id.rpartition("sha256:")
+        if not digest:
+            continue
+        first, wanted = found.setdefault(kind, (state.status.node, digest))
+        if digest != wanted:
+            why = f"its image {image} is {short_id(digest)}, but on {first} it is {short_id(wanted)}: {_SAME_IMAGE}"
+            different[state.status.node] = _refused(state.status.node, why, state.host)
+    return different
 
 
 def _deletion(events: Sequence[Document]) -> str:
