@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import contract
-from trainer.config import Settings
+from trainer.config import DEFAULT_STRATEGY, Settings
 from trainer.config.settings import option_of
 from trainer.distributed.spawn import Line, local_ranks, rank_error, ranks_of, run_ranks
 from trainer.engine.callbacks import Callback, dispatch
@@ -64,7 +64,7 @@ def train(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise TrainerError("train() starts its own ranks, but RANK is set", "start the program without torchrun")
     devices = str(device) if isinstance(device, (str, int)) else _text(list(device))
-    count = ranks_of(devices, options.get("parallel", "ddp")) if ranks is None else ranks
+    count = ranks_of(devices, options.get("parallel", DEFAULT_STRATEGY)) if ranks is None else ranks
     if count < 1:
         raise TrainerError(f"ranks is {ranks}, it must be 1 or more")
     local_callback = callback if isinstance(callback, Callback) else None

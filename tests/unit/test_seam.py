@@ -1,4 +1,4 @@
-"""A new backend or runtime is one file and one line: no code outside of its package asks for its name."""
+"""A new backend, runtime or strategy is one file and one line: no code outside of its table asks for its name."""
 
 import ast
 import re
@@ -8,6 +8,7 @@ import pytest
 
 from cluster.backends import BACKENDS
 from cluster.runtimes import RUNTIMES
+from trainer.config.strategies import STRATEGIES
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 #: The names in each table, by the package that may compare them.
@@ -69,6 +70,45 @@ def test_only_the_package_of_a_table_compares_its_names(package):
 
 def test_each_other_meaning_still_occurs():
     assert {each for package in SEAMS for each in comparisons(package)} >= OTHER_MEANINGS.keys()
+
+
+def texts_in_python(text):
+    """Yield each text of a Python program that is no docstring."""
+    tree = ast.parse(text)
+    sentences = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in sentences:
+            yield node.value
+
+
+def test_only_their_table_names_the_strategies():
+    trainer = CLUSTER.parent / "trainer"
+    table = trainer / "config" / "strategies.py"
+    texts = [
+        (path.name, text)
+        for path in trainer.rglob("*.py")
+        if path != table
+        for text in texts_in_python(path.read_text())
+    ]
+    assert [each for each in texts if each[1] in STRATEGIES] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'kind == "ddp"',
+        'UNTIMED = ("dp", "ddp")',
+        'kind.replace("fsdp", "ddp")',
+        'words += ["--parallel", "ddp"]',
+        'f(x="ddp")',
+    ],
+)
+def test_a_use_of_a_strategy_is_found(text):
+    assert "ddp" in set(texts_in_python(text))
+
+
+def test_a_docstring_is_no_use_of_a_strategy():
+    assert set(texts_in_python('def step():\n    "ddp"\n    return "dp"')) == {"dp"}
 
 
 @pytest.mark.parametrize(

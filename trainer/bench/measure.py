@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trainer.bench.processes import Runner, request_of, run_here
-from trainer.config import Settings
+from trainer.config import Settings, traits_of
 from trainer.data.dataloader import PREFETCH, start_forkserver
 from trainer.data.detection_loader import Batch
 from trainer.data.image_cache import image_folders
@@ -109,7 +109,7 @@ def start_trainer(settings: Settings, threads: int) -> Trainer:
     hyp = dataclasses.replace(settings.hyp, warmup_epochs=0.0, lr0=1e-9)
     settings = dataclasses.replace(settings, hyp=hyp, epochs=ENDLESS, unfreeze=0)
     world = comm.world_of(os.environ)
-    device = comm.pick_device(settings.device, world, several=settings.parallel == "dp")
+    device = comm.pick_device(settings.device, world, several=traits_of(settings.parallel).one_process)
     torch.set_num_threads(threads)
     if device.type == "cpu":
         keep_freed_memory()

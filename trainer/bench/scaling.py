@@ -10,14 +10,15 @@ from typing import TypeVar
 from trainer import contract
 from trainer.bench.measure import Measurement
 from trainer.bench.processes import NoMemory
-from trainer.config import PARALLEL, PRECISIONS, Settings
+from trainer.config import DEFAULT_STRATEGY, PARALLEL, PRECISIONS, STRATEGIES, Settings
 from trainer.data.progress import bar
 from trainer.distributed.comm import devices_of
 from trainer.errors import TrainerError
 
 P = TypeVar("P")
 Outcome = Measurement | TrainerError
-UNTIMED = ("dp", "fsdp", "pipeline")  # strategies whose communication counts as computation
+# Strategies whose communication counts as computation.
+UNTIMED = tuple(name for name in PARALLEL if not STRATEGIES[name].times_communication)
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Point:
     ranks: int
     precision: str
     strong: bool = False
-    parallel: str = "ddp"
+    parallel: str = DEFAULT_STRATEGY
 
     def __str__(self) -> str:
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
@@ -73,17 +74,21 @@ def points_of(
             if name not in known:
                 raise TrainerError(f"{option} {name}: unknown", f"use {', '.join(known)}, separated by commas")
     series = itertools.product(precisions, sorted(batches), sorted(ranks))
-    return [Point(b, r, p, strong, name) for p, b, r in series for name in (strategies if r > 1 else ("ddp",))]
+    return [
+        Point(batch, count, precision, strong, name)
+        for precision, batch, count in series
+        for name in (strategies if count > 1 else (DEFAULT_STRATEGY,))
+    ]
 
 
 def settings_at(settings: Settings, point: Point) -> Settings:
-    """Return `settings` with the values of the point, and a pipeline's options only for a pipeline."""
-    is_pipeline = point.parallel == "pipeline"
+    """Return `settings` with the values of the point, and defaults for the options that only other strategies have."""
+    others = [traits.options for name, traits in STRATEGIES.items() if name != point.parallel]
+    defaults = {option: getattr(Settings, option) for options in others for option in options}
     return replace(
         settings,
+        **defaults,
         parallel=point.parallel,
-        stages=settings.stages if is_pipeline else 0,
-        micro_batches=settings.micro_batches if is_pipeline else 0,
         batch=point.step_batch,
         precision=point.precision,
         device=devices_of(settings.device, point.ranks, point.parallel),

@@ -15,7 +15,7 @@ import torch
 from trainer.bench.measure import Measurement
 from trainer.bench.processes import OUT_OF_MEMORY
 from trainer.bench.scaling import UNTIMED, Row
-from trainer.config import Settings
+from trainer.config import DEFAULT_STRATEGY, Settings
 from trainer.distributed.comm import usable_cores
 from trainer.plots.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, figure, style_axes, write
 
@@ -145,7 +145,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
         notes.append(f"~ val: extrapolated from {_span(counted)} of {part[0].val_images} images")
     for row in rows:
         if row.failure:
-            strategy = "" if row.point.parallel == "ddp" else f"{row.point.parallel}, "
+            strategy = "" if row.point.parallel == DEFAULT_STRATEGY else f"{row.point.parallel}, "
             where = f"batch {row.point.step_batch} on {row.point.ranks} ({strategy}{row.point.precision})"
             notes.append(f"{where}: {row.failure}")
     return notes

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.bench.measure import steps_of
 from trainer.bench.processes import request_of, run_here
-from trainer.config import Settings
+from trainer.config import DEFAULT_STRATEGY, Settings, traits_of
 from trainer.distributed import comm
 from trainer.engine.events import Events
 from trainer.engine.trainer import Trainer
@@ -51,8 +51,9 @@ def verify(settings: Settings, counts: Sequence[int], steps: int, *, wide: bool,
     runs = []
     for count in counts:
         own = dataclasses.replace(settings, device=comm.devices_of(settings.device, count))
-        if count == 1:  # cannot shard, and is a pipeline of one stage
-            own = dataclasses.replace(own, stages=0, parallel=own.parallel.replace("fsdp", "ddp"))
+        if count == 1:  # a pipeline of one stage; and there is nothing to shard
+            parallel = DEFAULT_STRATEGY if traits_of(own.parallel).shards_weights else own.parallel
+            own = dataclasses.replace(own, stages=0, parallel=parallel)
         runs.append(run_here(request_of("verify", own, threads, steps=steps, wide=wide), count))
     return [
         compare(count, step, mine, first)

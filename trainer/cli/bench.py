@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from trainer.cli.options import takes
-from trainer.config import PARALLEL, Settings
+from trainer.config import DEFAULT_STRATEGY, PARALLEL, STRATEGIES, Settings, traits_of
 from trainer.config.settings import check_declared, option
 from trainer.errors import TrainerError
 
@@ -68,7 +68,7 @@ class ScalingSettings(BenchSettings):
     )
     ranks: str = option("", "Comma-separated numbers of ranks. [default: 1,2,4,8, at most the GPUs, or the cores]")
     precision: str = option("auto", "Comma-separated precisions: fp32, bf16, fp16 or auto.")
-    parallel: str = option("ddp", f"Comma-separated strategies: {', '.join(PARALLEL)}.")
+    parallel: str = option(DEFAULT_STRATEGY, f"Comma-separated strategies: {', '.join(PARALLEL)}.")
     strong: bool = option(False, "Strong scaling: --batch counts the images of all ranks together.")
     csv: Path | None = option(None, "Write all measurements to this CSV file.")  # noqa: RUF009 (a field)
     markdown: Path | None = option(None, "Write the tables to this Markdown file.")  # noqa: RUF009 (a field)
@@ -163,7 +163,8 @@ def scaling(context: typer.Context, **options: Any) -> None:
     run = job.run if job else run_here
 
     def measure_point(point: Point) -> Measurement:
-        return measure(settings_at(settings, point), 1 if point.parallel == "dp" else point.ranks, effort, run)
+        ranks = 1 if traits_of(point.parallel).one_process else point.ranks
+        return measure(settings_at(settings, point), ranks, effort, run)
 
     outcomes, complete = measure_rounds(points, s.rounds, measure_point)
     if rows := rows_of(outcomes):
@@ -222,19 +223,20 @@ def workers(context: typer.Context, **options: Any) -> None:
 def settings_of(arguments: Sequence[str], device: str, strategies: str = "", ranks: int | None = None) -> Settings:
     """Return the settings of `trainer train ARGUMENTS`, with the devices of `ranks` ranks.
 
-    If `strategies` contain pipeline, --parallel is pipeline: else `train` refuses the options of a pipeline.
+    If one of the comma-separated `strategies` has options, --parallel names it: else `train` refuses them.
     """
     from trainer.cli import app
     from trainer.distributed.comm import devices_of
 
     taken: list[Settings] = []
     command: Any = typer.main.get_command(app)
-    words = [*arguments, *(["--parallel", "pipeline"] if "pipeline" in strategies.split(",") else [])]
+    with_options = [name for name in strategies.split(",") if name in STRATEGIES and STRATEGIES[name].options]
+    words = [*arguments, *(["--parallel", with_options[0]] if with_options else [])]
     words += ["--device", device] if "," not in device and device else []
     command.commands["train"].main(words, prog_name="trainer train", standalone_mode=False, obj=taken.append)
     if not taken:
         raise typer.Exit(0)  # after --help
-    if ranks and taken[0].parallel != "dp":  # one process for all GPUs
+    if ranks and not traits_of(taken[0].parallel).one_process:
         device = devices_of(device, ranks)
     return dataclasses.replace(taken[0], device=device, resume="")
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from trainer.cli.bench import numbers, settings_of
+from trainer.config import traits_of
 from trainer.errors import TrainerError
 
 DEFAULTS = ["--batch", "8", "--imgsz", "128", "--epochs", "100"]  # later words have precedence
@@ -63,7 +64,8 @@ def verify(
                 f"  {d.gradient_off:>15.1e}  {d.greatest:>19.1e}"
             )
         norm = "batch norm of each rank" if no_sync_bn else "batch norm over all ranks"
-        norm = "batch norm of each micro-batch" if settings.parallel == "pipeline" else norm
+        if normalized := traits_of(settings.parallel).batch_norm_over:
+            norm = f"batch norm of {normalized}"
         verdict = "differ by rounding alone" if same else f"DIFFER by more than {limit:g}"
         typer.echo(f"{settings.data}, {settings.batch} images a step, {precision}, {norm}: {ranks} ranks {verdict}")
     raise typer.Exit(0 if same else 1)

@@ -32,7 +32,7 @@ def yolo(words: Words = None, device: Device = "") -> None:
     """
     words = words or []
     given = [word.partition("=")[2] for word in words if word.removeprefix("--").startswith("device=")]
-    count = ranks_of(given[-1], "ddp") if given else 1
+    count = ranks_of(given[-1]) if given else 1
     if count > 1 and "RANK" not in os.environ:
         raise typer.Exit(run_ranks_here(sys.argv[1:], count))
     from trainer.ultralytics.training import train  # imports torch

@@ -13,7 +13,9 @@ from trainer.config.presets import (
     load_hyp,
     preset_for,
 )
-from trainer.config.settings import PARALLEL, PRECISIONS, Settings
+from trainer.config.settings import PRECISIONS, Settings
+from trainer.config.strategies import DEFAULT_STRATEGY, PARALLEL, STRATEGIES, traits_of
 
 __all__ = ["CIFAR", "DIGITS", "IGNORED", "PARALLEL", "PRECISIONS", "PRESETS", "TASKS", "Hyp", "Settings"]
-__all__ += ["FAMILY_PRESETS", "family_of", "hyp_keys", "load_hyp", "preset_for"]
+__all__ += ["DEFAULT_STRATEGY", "FAMILY_PRESETS", "STRATEGIES"]
+__all__ += ["family_of", "hyp_keys", "load_hyp", "preset_for", "traits_of"]

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.presets import DIGITS, TASKS, Hyp, Preset, load_hyp, preset_for
+from trainer.config.strategies import DEFAULT_STRATEGY, PARALLEL, STRATEGIES, traits_of
 from trainer.errors import TrainerError
 
 SCHEDULES = ("linear", "cosine", "one-cycle")
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "MuSGD")
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
-PARALLEL = ("ddp", "dp", "fsdp", "pipeline")
 PRESET: Any = None  # the default is the preset's
 REQUIRED: Any = dataclasses.MISSING
 PRESET_NAMES = tuple(each.name for each in dataclasses.fields(Preset) if each.name != "hyp")
@@ -164,10 +164,9 @@ class Settings:
         heading=SPEED,
     )
     parallel: str = option(
-        "ddp",
-        "Strategy for several GPUs: ddp, fsdp, pipeline or dp.\n\n"
-        "ddp: each rank has a replica of the model. fsdp: each rank has a shard of it. pipeline: each rank has some of "
-        "its layers. dp: one process uses all GPUs. See docs/how-to/scale.md.",
+        DEFAULT_STRATEGY,
+        f"Strategy for several GPUs: {', '.join([*STRATEGIES][:-1])} or {[*STRATEGIES][-1]}.\n\n"
+        f"{' '.join(f'{name}: {each.about}' for name, each in STRATEGIES.items())} See docs/how-to/scale.md.",
         known=PARALLEL,
         metavar="NAME",
     )
@@ -319,13 +318,7 @@ class Settings:
         if self.imgsz < 32 or self.imgsz % 32:
             near = max(32, round(self.imgsz / 32) * 32)
             raise TrainerError(f"--imgsz {self.imgsz} is not a multiple of 32", f"use --imgsz {near}")
-        if (self.stages or self.micro_batches) and self.parallel != "pipeline":
-            given = "--stages" if self.stages else "--micro-batches"
-            raise TrainerError(f"{given} has no effect with --parallel {self.parallel}", "add --parallel pipeline")
-        if self.optimizer == "MuSGD" and self.parallel == "fsdp":
-            raise TrainerError(
-                "--optimizer MuSGD needs whole weights, not shards", "use another one, or --parallel ddp"
-            )
+        self._check_strategy()
         if self.unfreeze and not layers(self.freeze):
             raise TrainerError(f"--unfreeze {self.unfreeze}: nothing is frozen", "name the layers with --freeze")
         if not self.name or Path(self.name).name != self.name:
@@ -334,6 +327,19 @@ class Settings:
             )
         layers(self.freeze)
         interval(self.save_every)
+
+    def _check_strategy(self) -> None:
+        """Raise TrainerError for options that have no meaning with --parallel."""
+        for strategy, traits in STRATEGIES.items():
+            given = [name for name in traits.options if getattr(self, name) != getattr(Settings, name)]
+            if given and strategy != self.parallel:
+                what = f"{option_of(given[0])} has no effect with --parallel {self.parallel}"
+                raise TrainerError(what, f"add --parallel {strategy}")
+        if self.optimizer == "MuSGD" and traits_of(self.parallel).shards_weights:
+            raise TrainerError(
+                "--optimizer MuSGD needs whole weights, not shards",
+                f"use another one, or --parallel {DEFAULT_STRATEGY}",
+            )
 
     def _hyper_parameters(self, base: Hyp) -> Hyp:
         """Return the hyper-parameters of `hyp`: a file's path, "" for `base`, or values, which JSON holds as a dict."""

@@ -1,16 +1,15 @@
 """Detector families: networks that find boxes, with their losses. A family is a file here and a line in FAMILIES."""
 
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.config import Hyp, Settings, family_of
-from trainer.config.settings import option_of
+from trainer.config import Hyp, Settings, family_of, traits_of
 from trainer.errors import TrainerError
 from trainer.losses import Criterion
 from trainer.models.yolo import load_cfg
@@ -78,8 +77,8 @@ class Parts:
     reads_values: bool = False  # whether the model reads values of tensors, which the meta device does not have
     backbone: str = ""  # prefix of the names of the backbone's parameters, for the hyper-parameter backbone_lr
     has_dropout: bool = False  # whether the hyper-parameter dropout has an effect
-    # Values of settings that the model cannot be trained with.
-    unsupported: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    needs_targets: bool = False  # whether the model takes the targets in training
+    can_split: bool = True  # whether torch.fx can trace the model and cut it between its layers
     # For an export: (model, outputs) -> boxes (b, n, 4) xyxy in px, scores (b, n, nc). None: it cannot be exported.
     decode: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
     has_ranked_rows: bool = False  # whether rounding can swap rows of `decode`, which are in the order of scores
@@ -89,11 +88,10 @@ class Parts:
 
     def check(self, settings: Settings, where: str) -> None:
         """Raise TrainerError for settings that the family does not support; `where` names the model."""
-        for name, values in self.unsupported.items():
-            if (value := getattr(settings, name)) in values:
-                raise TrainerError(
-                    f"{option_of(name)} {value}: {where} cannot be trained with it", f"leave {option_of(name)} out"
-                )
+        strategy = traits_of(settings.parallel)
+        if (self.needs_targets and not strategy.passes_targets) or (strategy.splits_layers and not self.can_split):
+            what = f"--parallel {settings.parallel}: {where} cannot be trained with it"
+            raise TrainerError(what, "leave --parallel out")
         if settings.rect and self.needs_squares:
             raise TrainerError(f"--rect: {where} can only be trained with squares", "leave --rect out")
         for key, has_effect in (("backbone_lr", self.backbone), ("dropout", self.has_dropout)):

@@ -50,7 +50,7 @@ def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> 
         decode=decode,
         has_ranked_rows=True,
         exports_any_size=False,  # the sides of the images are traced
-        unsupported={"parallel": ("pipeline",)},
+        can_split=False,
     )
 
 

@@ -67,16 +67,15 @@ def _ssdlite(name: str, nc: int) -> Parts:
 
 def _rcnn(name: str, nc: int) -> Parts:
     network = TwoStageNetwork(_untrained(name, nc + 1))
-    return _parts(network, TwoStageLoss(network.net), postprocess_rcnn, "dp", reads_values=True)
+    return _parts(network, TwoStageLoss(network.net), postprocess_rcnn, needs_targets=True, reads_values=True)
 
 
 def _untrained(name: str, classes: int, **more: Any) -> Any:
     return getattr(detection, name)(weights=None, weights_backbone=None, num_classes=classes, **more)
 
 
-def _parts(network: nn.Module, loss: Criterion, postprocess: Any, *parallel: str, **more: Any) -> Parts:
-    refused = {"parallel": ("pipeline", *parallel)}  # "dp": the network needs the targets
-    return Parts(network, loss, postprocess, can_compile=False, unsupported=refused, **more)
+def _parts(network: nn.Module, loss: Criterion, postprocess: Any, **more: Any) -> Parts:
+    return Parts(network, loss, postprocess, can_compile=False, can_split=False, **more)
 
 
 # What makes each model, from its name and the number of classes.

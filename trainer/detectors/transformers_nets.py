@@ -261,7 +261,8 @@ def parts_of(net: Any, loss: QueryLoss) -> Parts:
         decode=decode,
         has_ranked_rows=True,
         exports_any_size=False,  # the number of queries depends on it
-        unsupported={"parallel": ("dp", "pipeline")},  # the network needs the targets, and its layers cannot be cut
+        needs_targets=True,  # for its noisy queries
+        can_split=False,
     )
 
 

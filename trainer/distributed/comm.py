@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer import contract
+from trainer.config.strategies import DEFAULT_STRATEGY, traits_of
 from trainer.errors import TrainerError
 
 _DEVICES = Path("/dev")
@@ -115,16 +116,17 @@ def _gpu_problem() -> str:
     return "it finds no device"
 
 
-def devices_of(device: str, ranks: int, strategy: str = "ddp") -> str:
+def devices_of(device: str, ranks: int, strategy: str = DEFAULT_STRATEGY) -> str:
     """Return the value of --device for the first `ranks` ranks.
 
-    With `dp`, one process drives `ranks` GPUs; raises TrainerError if the machine has fewer.
+    With --parallel dp, one process drives `ranks` GPUs; raises TrainerError if the machine has fewer.
     """
-    if strategy != "dp":
+    if not traits_of(strategy).one_process:
         return ",".join(device.split(",")[:ranks])
     gpus = gpu_numbers(device)
     if len(gpus) < ranks:
-        raise TrainerError(f"--parallel dp on {ranks} GPUs: this machine has {len(gpus)}", "use fewer ranks, or ddp")
+        what = f"--parallel {strategy} on {ranks} GPUs: this machine has {len(gpus)}"
+        raise TrainerError(what, f"use fewer ranks, or {DEFAULT_STRATEGY}")
     return ",".join(map(str, gpus[:ranks]))
 
 

@@ -110,8 +110,6 @@ def _sum_gradients(model: DistributedDataParallel, conditions: Conditions, *, co
 class Dp(Ddp):
     """DataParallel: every step copies the model to all GPUs and gathers the outputs on the first."""
 
-    unsupported = ("sync_bn", "grad_compress")
-
     def __init__(self, settings: Settings, world: comm.World, device: torch.device) -> None:
         if world.size > 1:
             raise TrainerError(
@@ -120,6 +118,7 @@ class Dp(Ddp):
             )
         super().__init__(settings, world, device)
         self._gpus = comm.gpu_numbers(settings.device) if device.type == "cuda" else []
+        self.devices = [torch.device("cuda", gpu) for gpu in self._gpus] or [device]
         self.summary = f"DataParallel over {len(self._gpus)} GPUs; --parallel ddp with a process per GPU is faster"
         if len(self._gpus) < 2:
             self.summary = f"--parallel dp: training on {device} only; to use several GPUs: --device 0,1"

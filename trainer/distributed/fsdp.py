@@ -33,8 +33,6 @@ class Fsdp(Strategy):
     shards in every step, also in steps that do not update the weights.
     """
 
-    unsupported = ("unfreeze",)
-
     def __init__(self, settings: Settings, world: comm.World, device: torch.device) -> None:
         if world.size == 1:
             raise TrainerError(

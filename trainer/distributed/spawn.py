@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from trainer import contract
+from trainer.config.strategies import DEFAULT_STRATEGY, traits_of
 from trainer.errors import TrainerError
 
 PEER_GRACE_S = 10.0  # for ranks whose peer has failed, to report it and exit
@@ -34,9 +35,9 @@ class Line:
     text: str
 
 
-def ranks_of(device: str, parallel: str) -> int:
-    """Return the ranks of this machine for --device: one per GPU number, a single one with --parallel dp."""
-    return 1 if parallel == "dp" else device.count(",") + 1
+def ranks_of(device: str, parallel: str = DEFAULT_STRATEGY) -> int:
+    """Return the ranks of this machine for --device: one per GPU number, or one for all of them (--parallel dp)."""
+    return 1 if traits_of(parallel).one_process else device.count(",") + 1
 
 
 def run_ranks(

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from trainer.config import Settings
+from trainer.config import DEFAULT_STRATEGY, Settings, traits_of
+from trainer.config.settings import option_of
 from trainer.distributed import comm
 from trainer.errors import TrainerError
 
@@ -45,7 +46,7 @@ class Strategy:
     Gradients are summed over the ranks, not averaged: each rank's loss is its share of the batch's loss.
     """
 
-    unsupported: tuple[str, ...] = ()  # settings that must have their defaults
+    devices: Sequence[torch.device]  # those that this process drives
     share: tuple[int, int]  # (k, n): this rank takes the k-th of n shares of each batch
     stages = 1  # neighbouring ranks that process the same share
     computes_loss = True  # whether this rank computes the loss of its share; only those call `loss_of` in `step`
@@ -57,13 +58,13 @@ class Strategy:
     unused: Mapping[str, Tensor] = {}  # tensors in no rank's part, because no operation uses them
 
     def __init__(self, settings: Settings, world: comm.World, device: torch.device) -> None:
-        for name in self.unsupported:
+        for name in traits_of(settings.parallel).unsupported:
             if getattr(settings, name) != getattr(Settings, name):
-                option = f"--{name.replace('_', '-')}"
-                raise TrainerError(
-                    f"--parallel {settings.parallel} does not support {option}", f"leave {option} out, or use ddp"
-                )
+                option = option_of(name)
+                what = f"--parallel {settings.parallel} does not support {option}"
+                raise TrainerError(what, f"leave {option} out, or use {DEFAULT_STRATEGY}")
         self._settings, self._device = settings, device
+        self.devices = [device]
         self.share = world.rank, world.size
 
     def setup(self, whole: NetworkWithLoss, average: nn.Module, conditions: Conditions) -> None:
@@ -72,6 +73,10 @@ class Strategy:
 
     def refresh(self) -> None:
         """Prepare for a change of the trainable parameters. A collective."""
+        raise NotImplementedError
+
+    def forward(self, images: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        """Return the criterion's sums and counts of this rank's share; all strategies that can be compiled do."""
         raise NotImplementedError
 
     def step(self, images: Tensor, targets: Targets, loss_of: LossOf, sync: bool) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from trainer.config import Settings
+from trainer.config import DEFAULT_STRATEGY, Settings, traits_of
 from trainer.distributed import comm
-from trainer.distributed.data_parallel import Ddp
+from trainer.distributed.strategy import Strategy
 from trainer.engine.memory import is_out_of_memory
 from trainer.engine.meter import LossMeter
 from trainer.engine.step import NetworkWithLoss
@@ -48,8 +48,9 @@ def choose_mode(
 
 def _obstacle(s: Settings, ranks: int) -> tuple[str, str]:
     """Return what prevents compilation, and a hint; "" if nothing does."""
-    if s.parallel != "ddp":
-        return f"--parallel {s.parallel} cannot be compiled", "leave --compile out, or use --parallel ddp"
+    if not traits_of(s.parallel).can_compile:
+        hint = f"leave --compile out, or use --parallel {DEFAULT_STRATEGY}"
+        return f"--parallel {s.parallel} cannot be compiled", hint
     if s.sync_bn and ranks > 1:
         return "with --sync-bn the ranks communicate within the network", "leave one of the two out"
     if (s.multi_scale or s.rect) and s.compile != "on":
@@ -77,7 +78,7 @@ class Compilation:
         self,
         whole: NetworkWithLoss,
         meter: LossMeter,
-        strategy: Ddp,
+        strategy: Strategy,
         images: torch.Tensor,
         targets: Targets,
         size: int,
@@ -119,7 +120,7 @@ class Compilation:
         else:
             self._say(f"compiled in {time.monotonic() - begin:.0f} s")
 
-    def _try(self, whole: NetworkWithLoss, strategy: Ddp, images: torch.Tensor, targets: Targets) -> str:
+    def _try(self, whole: NetworkWithLoss, strategy: Strategy, images: torch.Tensor, targets: Targets) -> str:
         """Run forward and backward once; return the compiler's error on any rank, "" without one."""
         problem, loss = "", images
         try:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer import contract
-from trainer.config import Settings
+from trainer.config import Settings, traits_of
 from trainer.config.faults import note_left_out
 from trainer.config.settings import interval
 from trainer.data.dataloader import start_forkserver
@@ -43,7 +43,7 @@ def train(settings: Settings) -> None:
     callback = callbacks.load(settings.callback) if settings.callback else None
     if callback and world.rank == 0:
         events.listener = functools.partial(callbacks.dispatch, callback)
-    device = comm.pick_device(settings.device, world, several=settings.parallel == "dp")
+    device = comm.pick_device(settings.device, world, several=traits_of(settings.parallel).one_process)
     comm.limit_threads(world, device)
     if device.type == "cpu":
         memory.keep_freed_memory()

@@ -7,14 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config import Settings
-from trainer.config.presets import DIGITS
+from trainer.config import DIGITS, Settings, traits_of
 from trainer.config.settings import layers
 from trainer.data.dataloader import on_side_stream
 from trainer.distributed import comm
-from trainer.distributed.data_parallel import Ddp, Dp
-from trainer.distributed.fsdp import Fsdp
-from trainer.distributed.pipeline import Pipeline
 from trainer.distributed.strategy import Conditions, Strategy
 from trainer.engine.compilation import GRAPHS, Compilation, choose_mode
 from trainer.engine.display import TrainingDisplay
@@ -39,8 +35,6 @@ from trainer.models.precision import native_bf16, pick_dtype, set_algorithms, se
 from trainer.tasks import open_task
 from trainer.weights import checkpoint_file
 
-STRATEGIES: dict[str, type[Strategy]] = {"ddp": Ddp, "dp": Dp, "fsdp": Fsdp, "pipeline": Pipeline}
-
 
 class Trainer:
     """One training run.
@@ -59,7 +53,7 @@ class Trainer:
         self.settings, self.world, self.device, self.events = settings, world, device, events
         self.display = TrainingDisplay(enabled=world.rank == 0, launched=events.launched)
         s = settings
-        self.strategy = STRATEGIES[s.parallel](s, world, device)
+        self.strategy: Strategy = traits_of(s.parallel).load()(s, world, device)
         # A rank without bf16 must not fail here, before the rendezvous: the others would wait for it.
         self.dtype = pick_dtype(s.precision, device, s.precision == "bf16" or native_bf16(device))
         if s.precision == "fp32":
@@ -120,10 +114,7 @@ class Trainer:
 
         Gradients are summed over the ranks, and those of fp16 belong to a scaled loss.
         """
-        devices = [self.device]
-        if self.settings.parallel == "dp" and self.device.type == "cuda":
-            devices = [torch.device("cuda", gpu) for gpu in comm.gpu_numbers(self.settings.device)]
-        natives = comm.all_gather(all(native_bf16(device) for device in devices))
+        natives = comm.all_gather(all(map(native_bf16, self.strategy.devices)))
         self.dtype = pick_dtype(self.settings.precision, self.device, all(natives))
         if self.settings.precision == "auto" and any(natives) and not all(natives):
             self.display.print(f"rank {natives.index(False)} has no bf16, so no rank uses it")
@@ -191,7 +182,6 @@ class Trainer:
     def step(self, batch: Any, stop: bool = False, save: bool = False) -> StepResult:
         """Train on the next batch of the epoch: see `TrainStep`."""
         if self.compilation.is_due(batch.global_size):
-            assert isinstance(self.strategy, Ddp)
             moved = self.task.move(batch, self.device)
             self.compilation.run(self._whole, self.meter, self.strategy, *moved, batch.global_size)
         number, left = self.global_step, self.train_loader.steps - self.state.step - 1
