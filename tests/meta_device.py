@@ -48,7 +48,7 @@ def meta_device() -> Iterator[None]:
     """Replace what the device "meta" lacks: the gradient norm, fused optimizers, autocast, and anchors with values."""
     with contextlib.ExitStack() as stack:
         replace = [
-            ("trainer.distributed.strategy.nn.utils.clip_grad_norm_", lambda *_: torch.zeros((), device=META)),
+            ("trainer.strategies.strategy.nn.utils.clip_grad_norm_", lambda *_: torch.zeros((), device=META)),
             (f"{update.__name__}.build_optimizer", _unfused),
             ("trainer.losses.anchored.DetectionLoss.assigner", _assigner),
             ("trainer.engine.trainer.Trainer.autocast", lambda _: contextlib.nullcontext()),

@@ -20,7 +20,7 @@ from tests.unit.yolo_folder import make_yolo_set
 from trainer import Callback, TrainerError, contract, train
 from trainer.distributed import spawn
 from trainer.distributed.spawn import Line, rank_error
-from trainer.tasks.detector import load_trained
+from trainer.inference.trained import load_trained
 
 ROOT = Path(__file__).parents[2]
 QUICK: dict[str, Any] = {"imgsz": 64, "batch": 3, "epochs": 2, "device": "cpu", "workers": 0}

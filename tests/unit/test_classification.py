@@ -31,14 +31,14 @@ from trainer.data.torchvision_loaders import (
     val_transform,
 )
 from trainer.distributed.comm import World
-from trainer.distributed.strategy import fill
 from trainer.engine.events import Events
-from trainer.engine.step import mean_terms
 from trainer.engine.trainer import Trainer
 from trainer.errors import TrainerError
 from trainer.metrics.confusion import TopK
 from trainer.models import freeze
 from trainer.models.torchvision_nets import Classifier, Segmenter, build_classifier
+from trainer.strategies.network_with_loss import mean_terms
+from trainer.strategies.strategy import fill
 from trainer.tasks import open_task
 from trainer.weights import checkpoint_file
 

@@ -28,15 +28,15 @@ from tests.unit.trainer_process import TINY, call, ranks
 from tests.unit.yolo_folder import squares
 from trainer.config import Hyp
 from trainer.data.paint import FILL
-from trainer.distributed import comm, cut
+from trainer.distributed import comm
 from trainer.distributed.comm import World
-from trainer.engine import step as step_file
 from trainer.engine.events import Events
-from trainer.engine.step import NetworkWithLoss, mean_terms
 from trainer.engine.trainer import Trainer
 from trainer.models import blocks
 from trainer.models.precision import as_input
 from trainer.plots import DRAWINGS
+from trainer.strategies import cut, network_with_loss
+from trainer.strategies.network_with_loss import NetworkWithLoss, mean_terms
 from trainer.weights import checkpoint_file
 
 STATE = ("model", "ema", "optimizer", "scaler", "total", "ranks")
@@ -290,7 +290,7 @@ def test_a_copy_to_the_host_has_values_after_its_event_only(gpus: None) -> None:
 
 def plant(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
     """Change the loss terms by a fault."""
-    patch.setattr(step_file, "mean_terms", lambda *given: change(mean_terms(*given)))
+    patch.setattr(network_with_loss, "mean_terms", lambda *given: change(mean_terms(*given)))
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from torchvision.ops import nms
 
 from trainer.config import Hyp
 from trainer.detectors import Limits, build
+from trainer.detectors.detector import Detector, to_original
 from trainer.detectors.yolo import select
 from trainer.models.yolo import load_cfg
-from trainer.tasks.detector import Detector, to_original
 
 
 def decoded(images, boxes, classes, seed=0, spread=300.0):

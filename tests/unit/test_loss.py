@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from trainer.config import Hyp
 from trainer.data.detection_loader import Capacity
-from trainer.engine.step import mean_terms
 from trainer.errors import TrainerError
 from trainer.losses.aligned import ONE_TO_MANY, ONE_TO_ONE, AlignedLoss, candidates
 from trainer.losses.anchored import DetectionLoss, assign_level, ciou
 from trainer.models.yolo import Yolo, build_yolo, load_cfg
+from trainer.strategies.network_with_loss import mean_terms
 
 SIDE, BINS = 64, 16
 TARGETS = torch.tensor([[0, 1, 0.4, 0.4, 0.3, 0.2], [0, 2, 0.7, 0.3, 0.5, 0.5], [1, 0, 0.5, 0.6, 0.9, 0.8]])

@@ -12,8 +12,8 @@ import torch
 
 from tests.unit.official_file import write_official
 from trainer.errors import TrainerError
+from trainer.inference.trained import load_trained
 from trainer.models.yolo import build_yolo, check_cfg, load_cfg
-from trainer.tasks.detector import load_trained
 from trainer.weights import checkpoint_file
 
 

@@ -29,17 +29,18 @@ from trainer.bench.processes import request_of
 from trainer.config import Hyp, Settings, preset_for
 from trainer.distributed import comm
 from trainer.distributed.comm import World
-from trainer.distributed.cut import part, split, trace
-from trainer.distributed.data_parallel import Ddp, Dp, Outputs
-from trainer.distributed.fsdp import blocks, full_tensor
-from trainer.distributed.strategy import Conditions
-from trainer.distributed.sync_batch_norm import synchronise
-from trainer.engine.step import NetworkWithLoss
 from trainer.engine.timing import StepTimer
 from trainer.errors import TrainerError
 from trainer.losses.cross_entropy import ClassificationLoss
 from trainer.models.blocks import Conv
 from trainer.models.yolo import build_yolo, load_cfg
+from trainer.strategies.cut import part, split, trace
+from trainer.strategies.ddp import Ddp
+from trainer.strategies.dp import Dp, Outputs
+from trainer.strategies.fsdp import blocks, full_tensor
+from trainer.strategies.network_with_loss import NetworkWithLoss
+from trainer.strategies.strategy import Conditions
+from trainer.strategies.sync_batch_norm import synchronise
 
 CPU = torch.device("cpu")
 

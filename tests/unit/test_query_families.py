@@ -25,14 +25,15 @@ from tests.unit.trainer_process import run
 from tests.unit.yolo_folder import squares
 from trainer.config import Hyp, Settings
 from trainer.detectors import Limits, Parts, build, detr, dfine, load_weights, read_cfg, rtdetrv2
+from trainer.detectors.detector import Detector
 from trainer.detectors.transformers_nets import labels_of
 from trainer.engine.optim import parameter_groups
-from trainer.engine.step import mean_terms
 from trainer.errors import TrainerError
 from trainer.inference.box_predictor import detect_in
 from trainer.inference.export import NEEDED, export
+from trainer.inference.trained import load_trained
+from trainer.strategies.network_with_loss import mean_terms
 from trainer.tasks import open_task
-from trainer.tasks.detector import Detector, load_trained
 from trainer.weights import checkpoint_file
 
 NC, SIDE = 3, 96

@@ -26,13 +26,13 @@ from trainer.data.torchvision_loaders import (
 )
 from trainer.distributed.comm import World
 from trainer.engine.events import Events
-from trainer.engine.step import mean_terms
 from trainer.engine.trainer import Trainer
 from trainer.errors import TrainerError
 from trainer.losses.cross_entropy import SegmentationLoss
 from trainer.metrics.confusion import Confusion
 from trainer.models.torchvision_nets import build_segmenter
 from trainer.plots import segment
+from trainer.strategies.network_with_loss import mean_terms
 from trainer.tasks import open_task
 from trainer.weights import checkpoint_file
 

@@ -34,19 +34,19 @@ class StrategyTraits:
 
 STRATEGIES = {
     "ddp": StrategyTraits(
-        path="trainer.distributed.data_parallel:Ddp",
+        path="trainer.strategies.ddp:Ddp",
         about="each rank has a replica of the model.",
         can_compile=True,
         times_communication=True,
     ),
     "fsdp": StrategyTraits(
-        path="trainer.distributed.fsdp:Fsdp",
+        path="trainer.strategies.fsdp:Fsdp",
         about="each rank has a shard of it.",
         unsupported=("unfreeze",),
         shards_weights=True,
     ),
     "pipeline": StrategyTraits(
-        path="trainer.distributed.pipeline:Pipeline",
+        path="trainer.strategies.pipeline:Pipeline",
         about="each rank has some of its layers.",
         options=("stages", "micro_batches"),
         passes_targets=False,
@@ -54,7 +54,7 @@ STRATEGIES = {
         batch_norm_over="each micro-batch",
     ),
     "dp": StrategyTraits(
-        path="trainer.distributed.data_parallel:Dp",
+        path="trainer.strategies.dp:Dp",
         about="one process uses all GPUs.",
         unsupported=("sync_bn", "grad_compress"),
         one_process=True,

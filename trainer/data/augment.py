@@ -18,6 +18,7 @@ import numpy as np
 from trainer.config import Hyp
 from trainer.data.dataset import Dataset, Floats, Ints, Labels
 
+HORIZON = 1e-6  # smallest divisor of a perspective
 _MIN_SIDE_PX = 2.0
 _MIN_AREA_SHARE = 0.1  # of a box that must stay visible
 _MIN_OUTLINE_SHARE = 0.01  # the same for an object with an outline

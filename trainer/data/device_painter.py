@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainer.data.augment import Layer, Recipe, colour_matrices, is_upright, span, translation
+from trainer.data.augment import HORIZON, Layer, Recipe, colour_matrices, is_upright, span, translation
 from trainer.data.dataloader import BatchData, empty_images
 from trainer.data.dataset import Image, Pixels
 from trainer.data.paint import FILL, fill_outline
@@ -23,7 +23,6 @@ from trainer.data.resident_images import ResidentImages, ResidentTable, Uploads
 from trainer.errors import TrainerError
 
 _UNBOUNDED = (-np.inf, np.inf, -np.inf, np.inf)
-HORIZON = 1e-6  # smallest divisor of a perspective
 _NO_MASK = -1
 _BLOCK = 8, 32  # rows and columns of a program: two pixels per thread, so that a GPU has room for many threads
 _INTERPRETED_BLOCK = 64, 64  # the interpreter's time is that of the operations, however many pixels they have

@@ -16,7 +16,7 @@ cannot run if triton was imported before the variable was set.
 import triton
 import triton.language as tl
 
-from trainer.data.device_painter import HORIZON as _HORIZON
+from trainer.data.augment import HORIZON as _HORIZON
 from trainer.data.paint import FILL
 
 BACKGROUND = tl.constexpr(float(FILL))

@@ -1,1 +1,1 @@
-"""Process group, parallelism strategies, and processes of several ranks."""
+"""Process group: the ranks of a training, their processes, and what they tell each other."""

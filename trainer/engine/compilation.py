@@ -9,12 +9,12 @@ import torch
 
 from trainer.config import DEFAULT_STRATEGY, Settings, traits_of
 from trainer.distributed import comm
-from trainer.distributed.strategy import Strategy
 from trainer.engine.memory import is_out_of_memory
 from trainer.engine.meter import LossMeter
-from trainer.engine.step import NetworkWithLoss
 from trainer.errors import TrainerError
 from trainer.losses import Targets
+from trainer.strategies.network_with_loss import NetworkWithLoss
+from trainer.strategies.strategy import Strategy
 
 PAYS_FROM = 2000  # steps of a run
 GRAPHS = "reduce-overhead"  # torch's mode that replays a pass as CUDA graphs

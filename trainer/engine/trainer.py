@@ -11,7 +11,6 @@ from trainer.config import DIGITS, Settings, traits_of
 from trainer.config.settings import layers
 from trainer.data.dataloader import on_side_stream
 from trainer.distributed import comm
-from trainer.distributed.strategy import Conditions, Strategy
 from trainer.engine.compilation import GRAPHS, Compilation, choose_mode
 from trainer.engine.display import TrainingDisplay
 from trainer.engine.evaluator import Evaluator
@@ -26,12 +25,14 @@ from trainer.engine.state import (
     merge_stages,
     statistics_of,
 )
-from trainer.engine.step import NetworkWithLoss, TrainStep
+from trainer.engine.step import TrainStep
 from trainer.engine.timing import StepTimer
 from trainer.engine.update import WeightUpdate
 from trainer.errors import TrainerError
 from trainer.models import freeze
 from trainer.models.precision import native_bf16, pick_dtype, set_algorithms, set_tf32
+from trainer.strategies.network_with_loss import NetworkWithLoss
+from trainer.strategies.strategy import Conditions, Strategy
 from trainer.tasks import open_task
 from trainer.weights import checkpoint_file
 

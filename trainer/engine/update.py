@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from trainer.config import Settings
 from trainer.distributed import comm
-from trainer.distributed.strategy import Strategy
 from trainer.engine.optim import Ema, Rates, Schedule, build_optimizer, set_rates
+from trainer.strategies.strategy import Strategy
 
 SCALED_GRADIENTS = torch.float16  # its small gradients underflow, so the loss is scaled up
 Groups = Sequence[Sequence[str]]  # the parameter names of each group of the optimizer

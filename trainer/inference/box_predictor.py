@@ -12,11 +12,12 @@ import torch
 from trainer.data.dataset import Image
 from trainer.data.paint import letterbox
 from trainer.detectors import Detections, Limits, Parts
+from trainer.detectors.detector import Detector, to_original
 from trainer.inference.formats import write_labels
 from trainer.inference.predictors import Prediction, Predictor, drawn_scale
 from trainer.inference.sources import Frame
+from trainer.inference.trained import build_trained
 from trainer.plots import draw_boxes
-from trainer.tasks.detector import Detector, build_trained, to_original
 
 
 class BoxPredictor(Predictor):

@@ -22,8 +22,8 @@ from trainer.data.detection_loader import check_imgsz
 from trainer.data.paint import letterbox
 from trainer.data.registry import open_dataset
 from trainer.errors import TrainerError
+from trainer.inference.trained import load_trained
 from trainer.models.yolo import fuse
-from trainer.tasks.detector import load_trained
 from trainer.weights import checkpoint_file, download
 
 NEEDED: dict[str, tuple[str, ...]] = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "torchscript": ()}  # packages

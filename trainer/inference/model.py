@@ -16,7 +16,7 @@ from trainer.distributed import comm
 from trainer.errors import TrainerError
 from trainer.inference.predictors import PREDICTORS, TASK_OPTIONS, Prediction, Predictor
 from trainer.inference.sources import Frame, find_sources, frame_of_array, frames
-from trainer.tasks.detector import type_for
+from trainer.inference.trained import type_for
 
 Source: TypeAlias = str | Path | np.ndarray[Any, Any]  # a path, or an image uint8 (h, w, 3) in BGR
 Classes: TypeAlias = str | int | Sequence[str | int]  # names or numbers

@@ -15,8 +15,8 @@ from trainer.data.progress import track
 from trainer.distributed import comm
 from trainer.engine.events import Events
 from trainer.errors import TrainerError
+from trainer.inference.trained import type_for
 from trainer.tasks import Scores, Task, open_task
-from trainer.tasks.detector import type_for
 from trainer.weights import checkpoint_file
 
 

@@ -18,14 +18,15 @@ from trainer.data.detection_loader import ValLoader
 from trainer.data.progress import track
 from trainer.data.registry import open_dataset
 from trainer.detectors import Detections, Limits
+from trainer.detectors.detector import Detector
 from trainer.distributed import comm
 from trainer.engine.events import Events
 from trainer.engine.timing import StepTimer
 from trainer.inference.formats import CocoTruth, coco_results, image_ids, unique_stems, write_labels
 from trainer.inference.score import check_names
+from trainer.inference.trained import load_trained, type_for
 from trainer.metrics import BoxMAP, BoxScores
 from trainer.tasks.detection import SHOWN, Shown, count, detect, sure_of
-from trainer.tasks.detector import Detector, load_trained, type_for
 from trainer.weights import checkpoint_file
 
 

@@ -16,11 +16,11 @@ from trainer.data.detection_loader import TrainLoader, ValBatch, ValLoader
 from trainer.data.device_painter import choose_painter
 from trainer.data.registry import Split, open_datasets
 from trainer.detectors import Detections, Limits, build, load_weights, read_cfg
+from trainer.detectors.detector import Detector, to_original
 from trainer.errors import TrainerError
 from trainer.losses import Criterion
 from trainer.metrics import BoxMAP, BoxScores
 from trainer.tasks import Task
-from trainer.tasks.detector import Detector, to_original
 from trainer.weights import checkpoint_file
 
 DEFAULT_CFG = "yolov5n.yaml"

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from trainer.config import Settings
-from trainer.distributed import comm, cut
-from trainer.distributed.strategy import Conditions, LossOf, Strategy, Targets
-from trainer.distributed.sync_batch_norm import synchronise
+from trainer.distributed import comm
 from trainer.errors import TrainerError
-
-if TYPE_CHECKING:
-    from trainer.engine.step import NetworkWithLoss
+from trainer.losses import Targets
+from trainer.strategies import cut
+from trainer.strategies.network_with_loss import NetworkWithLoss
+from trainer.strategies.strategy import Conditions, LossOf, Strategy
+from trainer.strategies.sync_batch_norm import synchronise
 
 MICRO_BATCHES = 4
 MIN_TORCH = (2, 14)  # older versions change batch norm's statistics during shape inference

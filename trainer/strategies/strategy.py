@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,22 +17,29 @@ from trainer.config import DEFAULT_STRATEGY, Settings, traits_of
 from trainer.config.settings import option_of
 from trainer.distributed import comm
 from trainer.errors import TrainerError
-
-if TYPE_CHECKING:
-    from trainer.engine.step import NetworkWithLoss
-    from trainer.engine.timing import StepTimer
+from trainer.losses import Targets
+from trainer.strategies.network_with_loss import NetworkWithLoss
 
 LossOf = Callable[[Tensor, Tensor], Tensor]  # a criterion's sums and counts of this rank -> its share of the loss
-Targets = Mapping[str, Tensor]
 Names = Sequence[Sequence[str]]  # parameter names of each of the optimizer's groups
 KERNELS = ("fused", "foreach")  # implementation of the optimizer; not part of its state
+
+
+class BackwardTimer(Protocol):
+    """Measures the part of a step's communication that the backward pass does not hide."""
+
+    def before_last_bucket(self) -> None:
+        """Mark the moment when the last gradients of a step are ready to be summed."""
+
+    def after_backward(self) -> None:
+        """Mark the end of backward, after which the gradients are summed."""
 
 
 @dataclass(frozen=True)
 class Conditions:
     """Properties that all steps of a training share."""
 
-    timer: StepTimer
+    timer: BackwardTimer
     min_side: int  # pixels of the smallest image that the network takes
     stride: int  # pixels per cell of the coarsest grid
     always_syncs: bool  # every step updates the weights

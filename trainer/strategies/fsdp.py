@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as torch_dist
@@ -18,12 +17,11 @@ from torch.optim import Optimizer
 
 from trainer.config import Settings
 from trainer.distributed import comm
-from trainer.distributed.strategy import Conditions, LossOf, Strategy, Targets
-from trainer.distributed.sync_batch_norm import synchronise
 from trainer.errors import TrainerError
-
-if TYPE_CHECKING:
-    from trainer.engine.step import NetworkWithLoss
+from trainer.losses import Targets
+from trainer.strategies.network_with_loss import NetworkWithLoss
+from trainer.strategies.strategy import Conditions, LossOf, Strategy
+from trainer.strategies.sync_batch_norm import synchronise
 
 
 class Fsdp(Strategy):

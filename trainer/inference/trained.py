@@ -1,55 +1,16 @@
-"""Detector: inference of a trained model."""
+"""Trained: the detector of a checkpoint, and the precision of its inference."""
 
-import copy
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from trainer.config import PRECISIONS, Hyp
-from trainer.detectors import Detections, Limits, Parts, build, load_weights, read_cfg
-from trainer.distributed import comm
+from trainer.detectors import Parts, build, load_weights, read_cfg
 from trainer.errors import TrainerError
-from trainer.models.precision import as_input, native_bf16, pick_dtype, set_tf32
-from trainer.models.yolo import fuse
+from trainer.models.precision import native_bf16, pick_dtype, set_tf32
 from trainer.weights import checkpoint_file
-
-
-class Detector:
-    """Inference model: a fused copy on its device, with its accumulated times."""
-
-    def __init__(
-        self, model: nn.Module, parts: Parts, device: torch.device, dtype: torch.dtype, limits: Limits
-    ) -> None:
-        """Infer with `model`: the model of `parts`, or its average."""
-        self._postprocess = parts.postprocess
-        self._net = fuse(copy.deepcopy(model)).eval().to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.device, self.dtype, self.limits = device, dtype, limits
-        self.network_s = self.nms_s = 0.0  # sum over all calls
-        self.images = 0
-
-    @torch.inference_mode()
-    def __call__(self, images: Tensor) -> list[Detections]:
-        """uint8 (b, h, w, 3) RGB, sides multiples of the stride -> detections of each image in pixels, on the CPU."""
-        begin = comm.now(self.device)
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            raw = self._net(as_input(images.to(self.device, non_blocking=True)))
-        middle = comm.now(self.device)
-        found = self._postprocess(self._net, raw, self.limits)
-        self.network_s += middle - begin
-        self.nms_s += time.perf_counter() - middle
-        self.images += len(images)
-        return found
-
-
-def to_original(boxes: Tensor, pad: list[float], height: int, width: int) -> Tensor:
-    """Convert boxes (n, 4) of a letterboxed image to pixels of the original; `pad` is (scale, pad_x, pad_y)."""
-    scale, pad_x, pad_y = pad
-    moved = (boxes - boxes.new_tensor([pad_x, pad_y, pad_x, pad_y])) / scale
-    return torch.minimum(moved.clamp(min=0), moved.new_tensor([width, height, width, height]))
 
 
 @dataclass(frozen=True)

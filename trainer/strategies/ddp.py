@@ -1,31 +1,25 @@
-"""--parallel ddp and dp: a replica of the model per rank or GPU, and the sum of their gradients.
-
-ddp is torch's DistributedDataParallel; a single process uses the same class. dp is DataParallel.
-"""
+"""--parallel ddp: a replica of the model per rank, and the sum of their gradients; a single process uses it too."""
 
 import contextlib
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.config import Settings
 from trainer.distributed import comm
-from trainer.distributed.strategy import Conditions, LossOf, Strategy, Targets
-from trainer.distributed.sync_batch_norm import synchronise
-from trainer.errors import TrainerError
-
-if TYPE_CHECKING:
-    from trainer.engine.step import NetworkWithLoss
+from trainer.losses import Targets
+from trainer.strategies.network_with_loss import NetworkWithLoss
+from trainer.strategies.strategy import Conditions, LossOf, Strategy
+from trainer.strategies.sync_batch_norm import synchronise
 
 
 class Ddp(Strategy):
     """DistributedDataParallel: all-reduce of the gradients overlaps with the backward pass."""
 
-    def setup(self, whole: "NetworkWithLoss", average: nn.Module, conditions: Conditions) -> None:
+    def setup(self, whole: NetworkWithLoss, average: nn.Module, conditions: Conditions) -> None:
         """Wrap network and loss, if the world has other ranks."""
         self.module, self.average, self._conditions, self._whole = whole.network, average, conditions, whole
         if self._settings.sync_bn and comm.is_distributed():
@@ -105,42 +99,3 @@ def _sum_gradients(model: DistributedDataParallel, conditions: Conditions, *, co
         return future.then(take)
 
     model.register_comm_hook(None, hook)
-
-
-class Dp(Ddp):
-    """DataParallel: every step copies the model to all GPUs and gathers the outputs on the first."""
-
-    def __init__(self, settings: Settings, world: comm.World, device: torch.device) -> None:
-        if world.size > 1:
-            raise TrainerError(
-                f"--parallel dp needs a single process, but WORLD_SIZE is {world.size}",
-                "start it without torchrun and --ranks, or use --parallel ddp",
-            )
-        super().__init__(settings, world, device)
-        self._gpus = comm.gpu_numbers(settings.device) if device.type == "cuda" else []
-        self.devices = [torch.device("cuda", gpu) for gpu in self._gpus] or [device]
-        self.summary = f"DataParallel over {len(self._gpus)} GPUs; --parallel ddp with a process per GPU is faster"
-        if len(self._gpus) < 2:
-            self.summary = f"--parallel dp: training on {device} only; to use several GPUs: --device 0,1"
-
-    def refresh(self) -> None:
-        """Wrap the network again."""
-        self._outputs: nn.Module = Outputs(self._whole)
-        if len(self._gpus) > 1:
-            self._outputs = nn.DataParallel(self._outputs, device_ids=self._gpus)
-
-    def step(self, images: Tensor, targets: Targets, loss_of: LossOf, sync: bool) -> None:
-        """Run forward on all GPUs, and the loss on the first."""
-        loss_of(*self._whole.criterion(self._outputs(images), targets)).backward()  # type: ignore[no-untyped-call]
-
-
-class Outputs(nn.Module):
-    """The network of a NetworkWithLoss as a module that DataParallel can copy to several GPUs."""
-
-    def __init__(self, whole: "NetworkWithLoss") -> None:
-        super().__init__()
-        self.whole = whole
-
-    def forward(self, images: Tensor) -> Any:
-        """Return the network's outputs; each GPU's thread needs the context of the precision."""
-        return self.whole.outputs(images, {})
