@@ -372,7 +372,8 @@ def test_the_key_of_a_setup_changes_with_all_that_it_depends_on(text, env, chang
 def test_another_prologue_is_another_setup():
     here = Here("/w", "1:1", "py", ())
     keys = {
-        job(here, setup="true", command="x.py", prologue=lines)[0].setup_key for lines in ("", "module load a", "b")
+        job(here, "local", setup="true", command="x.py", prologue=lines)[0].setup_key
+        for lines in ("", "module load a", "b")
     }
     assert len(keys) == 3
 

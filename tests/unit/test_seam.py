@@ -18,6 +18,7 @@ OTHER_MEANINGS = {
     ("transport/files.py", "none"): "the state of a mirror that does not exist",
     ("transport/known_hosts.py", "none"): "ssh's word for no file of known hosts",
     ("transport/failures.py", "none"): "ssh's word for no file of known hosts",
+    ("doctor/here.py", "ssh"): "the program ssh",
     ("transport/discovery.py", "ssh"): "a line of discovery.sh: the variable SSH_CONNECTION",
 }
 
