@@ -8,7 +8,7 @@ export BASE_IMAGE CI DEVICE ENGINE PYTHON
 
 .DEFAULT_GOAL := help
 .PHONY: help run venv image engine check test test-fast test-gpu test-real test-kubernetes testbed testbed-kubernetes \
-	testbed-down docs golden lock dist clean
+	testbed-down docs diagrams golden lock dist clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' Makefile | expand -t 27
@@ -67,6 +67,10 @@ testbed-down:  ## remove the three hosts and their data (ARGS=--image: their con
 
 docs: venv  ## the documentation as a site in the folder site (ARGS=serve: live preview)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build)
+
+diagrams: venv  ## draw the diagrams of docs/ that have changed (needs npm and Chromium)
+	npm install --silent --no-audit --no-fund --prefix .make/mermaid mermaid@11
+	$(BIN)/python packaging/diagrams.py .make/mermaid/node_modules/mermaid/dist/mermaid.min.js
 
 golden: venv  ## rewrite the expected plans in tests/golden; review the diff
 	GOLDEN=write $(BIN)/python -m pytest tests/golden

@@ -1,7 +1,7 @@
 """The long description: README.md, with links that also lead somewhere outside of the repository.
 
 Everything else is in pyproject.toml. A package index resolves no relative links. They get the address of the repository
-from `[project.urls]`; as long as it has none, only their text remains.
+from `[tool.addresses]`; while that is empty, only their text remains.
 """
 
 import re
@@ -28,15 +28,23 @@ def described(readme: str, repository: str) -> str:
     return LINK.sub(replaced, readme)
 
 
-def repository() -> str:
-    """Return the address of the repository in pyproject.toml, "" without one."""
-    urls = re.search(r"^\[project\.urls\]$(.*?)(?=^\[|\Z)", (ROOT / "pyproject.toml").read_text("utf-8"), re.M | re.S)
-    found = urls and re.search(r'^repository *= *"([^"]+?)/?"', urls[1], re.M | re.I)
-    return found[1] if found else ""
+def addresses() -> dict[str, str]:
+    """Return the table `[tool.addresses]` of pyproject.toml. What does not exist yet is ""."""
+    # not tomllib, which Python 3.10 lacks
+    table = re.search(
+        r"^\[tool\.addresses\]$(.*?)(?=^\[|\Z)", (ROOT / "pyproject.toml").read_text("utf-8"), re.M | re.S
+    )
+    found = dict(re.findall(r'^(\w+) *= *"([^"]*?)/?"', table[1] if table else "", re.M))
+    return {name: found.get(name, "") for name in ("repository", "documentation", "package", "image")}
 
 
 if __name__ == "__main__":
     from setuptools import setup  # not for the tests, whose Python may have no setuptools
 
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    setup(long_description=described(text, repository()), long_description_content_type="text/markdown")
+    known = addresses()
+    setup(
+        long_description=described(text, known["repository"]),
+        long_description_content_type="text/markdown",
+        project_urls={name.title(): known[name] for name in ("repository", "documentation") if known[name]},
+    )

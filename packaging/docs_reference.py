@@ -1,25 +1,85 @@
-"""Write the reference pages from the program: options from the parsers, keys of files from their models.
+"""Make the parts of the site that come from the program: a page for each command, and the tables of files' keys.
 
-mkdocs.yml names this file as a hook.
+It also replaces the diagrams by their drawings (packaging/diagrams.py). mkdocs.yml names this file as a hook.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
 
-PAGE = "reference/cli.md"
+ROOT = Path(__file__).parents[1]
+
+
+def _module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+diagrams, setup = _module(ROOT / "packaging/diagrams.py"), _module(ROOT / "setup.py")
+
+#: The page that lists the commands, and the folder of their pages.
+PAGE, FOLDER = "reference/cli/index.md", "reference/cli"
+#: What the search shows after the other pages, which explain the words that these only list.
+LAST = "---\nsearch: {boost: 0.3}\n---\n"
 #: Where a page has a table of keys: `<!-- keys of cluster.yaml -->`.
 KEYS = re.compile(r"^<!-- keys of (\S+) -->$", re.MULTILINE)
+#: A link to a file outside of docs/, as it is written on a page in a folder of docs/.
+OUTSIDE = re.compile(r"\[([^]]+)\]\(\.\./\.\./([^)]+)\)")
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Add the pages of the commands, and their entries to the navigation below the page that lists them."""
+    from mkdocs.structure.files import File
+
+    pages = reference()
+    for name, text in pages.items():
+        files.append(File.generated(config, file_of(name), content=LAST + text))
+    for program in PROGRAMS:
+        entries = [{name.partition(" ")[2]: file_of(name)} for name in pages if name.partition(" ")[0] == program]
+        _navigation(config.nav).append({program: entries})
+    return files
+
+
+def _navigation(entries: list[Any]) -> list[Any]:
+    """Return the list in the navigation that has the page `PAGE`."""
+    for entry in entries:
+        inner = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        if inner == PAGE:
+            return entries
+        if isinstance(inner, list) and (found := _navigation(inner)):
+            return found
+    return []
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Append the reference of the commands to its page, and insert the tables of keys where a page has their mark."""
+    """Insert the list of commands, the tables of keys where a page has their mark, and the drawings of diagrams.
+
+    Links to files outside of docs/ lead to the repository, or become plain text while that has no address.
+    """
+    from mkdocs.utils import get_relative_url
+
+    def drawing(match: re.Match[str]) -> str:
+        file = diagrams.file_of(match[1])
+        if not (diagrams.DOCS / file).exists():
+            raise SystemExit(f"{page.file.src_uri}: a diagram has changed; type: make diagrams")
+        address = get_relative_url(file, page.url)
+        return f'<div class="diagram"><img alt="{diagrams.title_of(match[1])}" src="{address}"></div>'
+
     text = KEYS.sub(lambda match: TABLES[match[1]](), markdown)
-    return f"{text}\n{reference()}" if page.file.src_uri == PAGE else text
+    text = diagrams.BLOCK.sub(drawing, text)
+    repository = setup.addresses()["repository"]
+    text = OUTSIDE.sub(rf"[\1]({repository}/blob/HEAD/\2)" if repository else r"\1", text)
+    return f"{text}\n{commands()}" if page.file.src_uri == PAGE else text
 
 
 def keys_of_cluster_yaml() -> str:
@@ -43,7 +103,7 @@ def keys_of_job_yaml() -> str:
 
 
 def keys_of_hyp_files() -> str:
-    """Return the table of the hyper-parameters, with the defaults of each task."""
+    """Return the table of the hyperparameters, with the defaults of each task."""
     from trainer.config import TASKS, hyp_keys, preset_for
 
     used = {task: hyp_keys(task) for task in TASKS}
@@ -58,7 +118,7 @@ def keys_of_hyp_files() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "cluster.yaml": keys_of_cluster_yaml,
     "job.yaml": keys_of_job_yaml,
-    "hyper-parameter-files": keys_of_hyp_files,
+    "hyperparameter-files": keys_of_hyp_files,
 }
 
 
@@ -95,20 +155,53 @@ def _text(text: str, key: dict[str, Any]) -> str:
     return text.replace("|", "\\|")
 
 
-def reference() -> str:
-    """Return the reference of both programs as Markdown."""
+PROGRAMS = ("clusterctl", "trainer")
+
+
+def file_of(name: str) -> str:
+    """Return the path of a command's page in docs/."""
+    return f"{FOLDER}/{name.replace(' ', '-')}.md"
+
+
+def _programs() -> dict[str, Any]:
     import cluster.cli.main
     import trainer.cli
 
-    apps = {"clusterctl": cluster.cli.main.app, "trainer": trainer.cli.app}
-    return "\n".join(line for name, app in apps.items() for line in _command(name, typer.main.get_command(app)))
+    return dict(zip(PROGRAMS, map(typer.main.get_command, (cluster.cli.main.app, trainer.cli.app)), strict=True))
 
 
-def _command(name: str, command: Any) -> Iterator[str]:
-    """The lines of a command: usage, text, parameters; then its subcommands."""
-    depth = name.count(" ")
+def commands() -> str:
+    """Return each program's own options, and a table of its commands and what they do."""
+    return "\n".join(
+        line for name, command in _programs().items() for line in (*_command(name, command, 2), _table(name, command))
+    )
+
+
+def reference() -> dict[str, str]:
+    """Return the page of each command as Markdown, by its name. A group's page has its commands' texts too."""
+    pages = {}
+    for program, command in _programs().items():
+        for each, subcommand in command.commands.items():
+            if not subcommand.hidden:
+                pages[f"{program} {each}"] = "\n".join(_command(f"{program} {each}", subcommand, 1))
+    return pages
+
+
+def _table(name: str, command: Any) -> str:
+    """Return a table of the commands of a program, with links to their pages."""
+    rows = ["| command | |", "|---|---|"]
+    for each, subcommand in command.commands.items():
+        if not subcommand.hidden:
+            first = re.split(r"\n{2,}|(?<=\.)\s", subcommand.help or "")[0]
+            link = Path(file_of(f"{name} {each}")).relative_to(Path(PAGE).parent)
+            rows.append(f"| [`{each}`]({link}) | {' '.join(first.split())} |")
+    return "\n".join([*rows, ""])
+
+
+def _command(name: str, command: Any, level: int) -> Iterator[str]:
+    """The lines of a command: usage, text, parameters; then, in a group below a program, its subcommands."""
     context = typer.Context(command, info_name=name)
-    yield f"{'##' if not depth else '###'} {name}\n"
+    yield f"{'#' * level} {name}\n"
     yield f"```text\n{name} {' '.join(command.collect_usage_pieces(context))}\n```\n"
     for paragraph in re.split(r"\n{2,}", command.help or ""):
         yield f"{' '.join(paragraph.split())}\n"
@@ -117,10 +210,11 @@ def _command(name: str, command: Any) -> Iterator[str]:
         yield from [*rows, ""]
     if command.epilog:
         yield f"{command.epilog}\n"
+    if " " not in name:
+        return
     for each, subcommand in getattr(command, "commands", {}).items():
-        if subcommand.hidden:
-            continue
-        yield from _command(f"{name} {each}", subcommand)
+        if not subcommand.hidden:
+            yield from _command(f"{name} {each}", subcommand, level + 1)
 
 
 def _row(parameter: Any, context: typer.Context) -> str:

@@ -14,6 +14,7 @@ import cluster.cli.main
 import trainer.cli
 from cluster.backends import BACKENDS
 from cluster.spec import inventory, job_file, schema
+from cluster.web import metrics
 from trainer.config import Hyp
 
 ROOT = Path(__file__).parents[2]
@@ -178,9 +179,17 @@ def made():
 
 
 def test_the_reference_names_every_command_and_option(made):
-    text = made.reference()
-    for words in ("### clusterctl image push", "### trainer bench scaling", "`-n, --nodes", "`--sync-bn`"):
-        assert words in text
+    pages = made.reference()
+    for name, words in {
+        "clusterctl image": "## clusterctl image push",
+        "trainer bench": "## trainer bench scaling",
+        "clusterctl launch": "`-n, --nodes",
+        "trainer train": "`--sync-bn`",
+    }.items():
+        assert words in pages[name]
+        assert (
+            f"[`{name.partition(' ')[2]}`]({Path(made.file_of(name)).relative_to('reference/cli')})" in made.commands()
+        )
 
 
 def test_the_tables_of_keys_have_every_key_with_its_meaning(made):
@@ -190,11 +199,26 @@ def test_the_tables_of_keys_have_every_key_with_its_meaning(made):
     rows = {mark: re.findall(r"^\| `(\w+)` \|(?:.*\|)? (.*) \|$", table, re.MULTILINE) for mark, table in text.items()}
     assert {"address", "image", "slurm", "claim"} <= {key for key, _ in rows["cluster.yaml"]}
     assert [key for key, _ in rows["job.yaml"]] == [*job_file.file_type(BACKENDS).model_fields]
-    assert {each.name for each in dataclasses.fields(Hyp)} == {key for key, _ in rows["hyper-parameter-files"]}
+    assert {each.name for each in dataclasses.fields(Hyp)} == {key for key, _ in rows["hyperparameter-files"]}
     assert not [(mark, key) for mark, found in rows.items() for key, meaning in found if len(meaning) < 10]
     assert "### kubernetes.runs" in text["cluster.yaml"]
 
 
+def test_the_table_of_metrics_names_those_that_are_exported():
+    text = (ROOT / "docs/how-to/metrics.md").read_text().partition("\n## Metrics\n")[2]
+    rows = re.findall(r"^\| (`clusterctl_\w+`.*?) \|", text, re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"clusterctl_(\w+)", row)]
+    source = (ROOT / "cluster/web/metrics.py").read_text()
+    exported = {
+        *re.findall(r"gauge\(\"(job_\w+)\"", source),
+        *(name for name, *_ in metrics._RANK.values()),
+        "job_state",
+    }
+    exported |= {f"job_{name}" for name, _ in metrics._PROGRESS.values()}
+    assert sorted(named) == sorted(exported)
+    assert set(re.findall(r"clusterctl_(\w+)[\[{]", text)) <= exported
+
+
 def test_every_page_is_in_the_navigation():
-    listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    listed = set(re.findall(r"(?:: |- )(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert {str(page.relative_to(ROOT / "docs")) for page in PAGES[2:]} == listed
