@@ -8,7 +8,7 @@ export BASE_IMAGE CI DEVICE ENGINE PYTHON
 
 .DEFAULT_GOAL := help
 .PHONY: help run venv image engine check test test-fast test-gpu test-real test-kubernetes testbed testbed-kubernetes \
-	testbed-down docs diagrams golden lock dist clean
+	testbed-down docs diagrams readme golden lock dist clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' Makefile | expand -t 27
@@ -78,7 +78,10 @@ golden: venv  ## rewrite the expected plans in tests/golden; review the diff
 lock:  ## pin the packages of pyproject.toml (ARGS=--upgrade: the newest versions)
 	packaging/lock.sh $(ARGS)
 
-dist:  ## the source distribution and the wheel, in dist/
+readme:  ## write the lines of README.md that need an address of [tool.addresses] in pyproject.toml
+	python3 packaging/readme.py
+
+dist: readme  ## the source distribution and the wheel, in dist/
 	@packaging/tools.sh
 	.make/tools/bin/pyproject-build --no-isolation
 

@@ -1,5 +1,8 @@
 import importlib.util
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,30 @@ def test_with_a_repository_all_links_of_the_description_lead_into_it(setup):
 )
 def test_links(setup, given, absent, present):
     assert (setup.described(given, ""), setup.described(given, "U")) == (absent, present)
+
+
+def test_the_readme_has_the_addresses_of_pyproject():
+    check = [sys.executable, ROOT / "packaging/readme.py", "--check"]
+    assert subprocess.run(check).returncode == 0, "type: make readme"
+
+
+def test_one_edit_of_the_addresses_reaches_readme_package_and_site(tmp_path):
+    for name in ("README.md", "setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "packaging").mkdir()
+    shutil.copy(ROOT / "packaging/readme.py", tmp_path / "packaging")
+    file = tmp_path / "pyproject.toml"
+    file.write_text(
+        re.sub(r'^(repository|documentation|package) = ""', r'\1 = "https://e.org/\1"', file.read_text(), flags=re.M)
+    )
+    subprocess.run([sys.executable, tmp_path / "packaging/readme.py"], check=True)
+    text = (tmp_path / "README.md").read_text()
+    assert "git clone https://e.org/repository clusterctl" in text
+    assert "[Documentation](https://e.org/documentation)" in text
+    spec = importlib.util.spec_from_file_location("edited", tmp_path / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.addresses()["repository"] == "https://e.org/repository"
 
 
 def test_every_file_names_the_version_of_pyproject():
