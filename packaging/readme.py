@@ -26,7 +26,8 @@ def install(known: dict[str, str]) -> str:
     """Return the commands that get the program. Without an address, the reader has a clone already."""
     clone = f"git clone {known['repository']} clusterctl\ncd clusterctl\n" if known["repository"] else ""
     introduction = "" if clone else "In a clone of this repository:\n\n"
-    return f"{introduction}```sh\n{clone}make run     # trains a detector on two nodes, here\nmake test    # for proof\n```"
+    commands = "make run     # trains a detector on two nodes, here\nmake test    # for proof\n"
+    return f"{introduction}```sh\n{clone}{commands}```"
 
 
 def written(text: str, known: dict[str, str], version: str) -> str:
