@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from trainer.config import Hyp
-from trainer.data.dataloader import start_forkserver
+from trainer.data.augment.device_painter import DevicePainter, Painting
 from trainer.data.dataset import Dataset
-from trainer.data.detection_loader import TrainLoader
-from trainer.data.device_painter import DevicePainter, Painting
+from trainer.data.loading.dataloader import start_forkserver
+from trainer.data.loading.detection_loader import TrainLoader
 from trainer.data.registry import open_dataset
 from trainer.distributed.comm import World
 

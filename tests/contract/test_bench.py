@@ -10,7 +10,7 @@ from tests.conftest import processes_of
 FEW = """
 import os, signal
 from pathlib import Path
-from trainer.data.digits import Digits
+from trainer.data.formats.digits import Digits
 
 def pages(split, imgsz):
     return Digits(split, imgsz, pages=12 if split == "train" else 4)

@@ -25,9 +25,9 @@ from tests.unit.test_device_painter import Scenes, painted, recipes
 from tests.unit.trainer_process import ROOT, TINY
 from tests.unit.yolo_folder import squares
 from trainer.config import Hyp, Settings
-from trainer.data.device_painter import DevicePainter, pack
-from trainer.data.image_cache import Layout
-from trainer.data.resident_images import PASS, ResidentImages
+from trainer.data.augment.device_painter import DevicePainter, pack
+from trainer.data.cache.image_cache import Layout
+from trainer.data.cache.resident_images import PASS, ResidentImages
 from trainer.distributed.spawn import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(480)]
@@ -203,7 +203,7 @@ WARPED = Hyp(degrees=20.0, shear=5.0, copy_paste=0.5, mixup=0.5, flipud=0.5)
 def kernel_of(patch: pytest.MonkeyPatch, device: str = DEVICE) -> DevicePainter:
     """Return a painter whose kernel is imported again, into the interpreter on a CPU."""
     patch.setenv("TRITON_INTERPRET", "1" if device == "cpu" else "0")
-    patch.delitem(sys.modules, "trainer.data.paint_kernel", raising=False)
+    patch.delitem(sys.modules, "trainer.data.augment.paint_kernel", raising=False)
     return DevicePainter(torch.device(device))
 
 

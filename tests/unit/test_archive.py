@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import cluster.transport.archive
-import trainer.data.archive
+import trainer.data.formats.archive
 
-HALVES = [cluster.transport.archive, trainer.data.archive]
+HALVES = [cluster.transport.archive, trainer.data.formats.archive]
 
 
 def test_both_halves_have_the_same_function():

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from trainer.config import Hyp
-from trainer.data.augment import Layer, _mosaic_tiles, _seen_bounds, _Tile, random_affine, recipe_of
-from trainer.data.paint import FILL, letterbox, paint, shift_colours
+from trainer.data.augment.paint import letterbox, paint, shift_colours
+from trainer.data.augment.recipe import Layer, _mosaic_tiles, _seen_bounds, _Tile, random_affine, recipe_of
+from trainer.data.batch import FILL
 
 STILL = {"hsv_h": 0.0, "hsv_s": 0.0, "hsv_v": 0.0}
 MARGIN = np.array([-5, -5, 5, 5])

@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit.yolo_folder import DATA_YAML, make_yolo_set, write_image
 from trainer.config.faults import BadData
+from trainer.data.formats.yolo import Yolo
 from trainer.data.registry import open_dataset, open_datasets
-from trainer.data.yolo import Yolo
 from trainer.errors import TrainerError
 
 

@@ -21,10 +21,10 @@ from torchvision.transforms.v2.functional import normalize
 from tests.unit.settings import settings
 from tests.unit.trainer_process import Ended, ranks, start, wait
 from trainer.config import Hyp
-from trainer.data.batch_sampler import BatchSpec
-from trainer.data.classification import Arrays, open_classification
 from trainer.data.dataset import Image
-from trainer.data.torchvision_loaders import (
+from trainer.data.formats.classification import Arrays, open_classification
+from trainer.data.loading.batch_sampler import BatchSpec
+from trainer.data.loading.torchvision_loaders import (
     ClassificationCollate,
     mix_batch,
     train_transform,

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tests.unit.yolo_folder import write_image
 from trainer.cli import app
-from trainer.data.yolo import Yolo
+from trainer.data.formats.yolo import Yolo
 from trainer.errors import TrainerError
 
 

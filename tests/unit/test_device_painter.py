@@ -21,13 +21,13 @@ from tests.unit.test_augment import Trapezoids, every
 from tests.unit.trainer_process import TINY, call, run
 from tests.unit.yolo_folder import squares
 from trainer.config import Hyp
-from trainer.data.augment import recipe_of
-from trainer.data.detection_loader import TrainLoader
-from trainer.data.device_painter import DevicePainter, choose_painter, pack
-from trainer.data.image_cache import Layout
-from trainer.data.paint import paint
+from trainer.data.augment.device_painter import DevicePainter, choose_painter, pack
+from trainer.data.augment.paint import paint
+from trainer.data.augment.recipe import recipe_of
+from trainer.data.cache.image_cache import Layout
+from trainer.data.cache.resident_images import PASS, ResidentImages
+from trainer.data.loading.detection_loader import TrainLoader
 from trainer.data.registry import open_dataset
-from trainer.data.resident_images import PASS, ResidentImages
 from trainer.distributed.comm import World
 from trainer.engine.events import Events
 from trainer.engine.trainer import Trainer
@@ -35,7 +35,7 @@ from trainer.errors import TrainerError
 
 CPU = torch.device("cpu")
 SIDE = 160  # to which a cache decodes images; those of Scenes are too small to be reduced
-KERNEL = "trainer.data.paint_kernel"
+KERNEL = "trainer.data.augment.paint_kernel"
 #: Types of GPU that the kernel is compiled for, by compute capability: T4, A100, L4, H100, RTX 50.
 GPUS = (75, 80, 89, 90, 120)
 ALL = Hyp(degrees=30.0, mixup=1.0, copy_paste=0.5, flipud=0.5, perspective=0.001)
@@ -123,7 +123,7 @@ def test_an_image_does_not_depend_on_the_size_of_the_blocks(monkeypatch):
     data = Scenes()
     packed = pack(recipes(data, ALL, (40, 65), count=3), data.image)
     whole = DevicePainter(CPU)(packed)
-    monkeypatch.setattr("trainer.data.device_painter._INTERPRETED_BLOCK", (8, 32))
+    monkeypatch.setattr("trainer.data.augment.device_painter._INTERPRETED_BLOCK", (8, 32))
     assert torch.equal(DevicePainter(CPU)(packed), whole)
 
 
@@ -225,8 +225,8 @@ def compile_for_gpus():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from trainer.data.device_painter import _BLOCK
-    from trainer.data.paint_kernel import paint_batch
+    from trainer.data.augment.device_painter import _BLOCK
+    from trainer.data.augment.paint_kernel import paint_batch
 
     kinds = dict.fromkeys(("images", "pool", "masks"), "*u8") | dict.fromkeys(("ranges", "places"), "*i64")
     kinds |= dict.fromkeys(("changes", "maps"), "*fp32") | dict.fromkeys(("height", "width"), "i32")

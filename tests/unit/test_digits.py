@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from trainer.data.digits import Digits, _glyphs, scans
+from trainer.data.formats.digits import Digits, _glyphs, scans
 from trainer.data.registry import open_dataset
 
 
@@ -94,6 +94,6 @@ def test_boxes_hardly_overlap():
 
 
 def test_opening_does_not_import_sklearn():
-    code = "import sys; from trainer.data.digits import Digits; Digits('val', 64).image(0)"
+    code = "import sys; from trainer.data.formats.digits import Digits; Digits('val', 64).image(0)"
     code += "; assert 'sklearn' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,8 +8,8 @@ import pytest
 from tests.unit.test_absent_data import checked, trained
 from tests.unit.yolo_folder import make_yolo_set
 from trainer.config.faults import BadData
-from trainer.data import extra_columns
-from trainer.data.yolo import Yolo
+from trainer.data.formats import extra_columns
+from trainer.data.formats.yolo import Yolo
 
 RANDOM = np.random.default_rng(0)
 BOX = "0 0.5 0.5 0.25 0.25"

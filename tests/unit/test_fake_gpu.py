@@ -27,7 +27,7 @@ from tests.unit.settings import settings
 from tests.unit.trainer_process import TINY, call, ranks
 from tests.unit.yolo_folder import squares
 from trainer.config import Hyp
-from trainer.data.paint import FILL
+from trainer.data.batch import FILL
 from trainer.distributed import comm
 from trainer.distributed.comm import World
 from trainer.engine.events import Events
@@ -154,7 +154,7 @@ class GrayKernel:
 
 @pytest.fixture
 def gray_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "trainer.data.paint_kernel", SimpleNamespace(paint_batch=GrayKernel()))
+    monkeypatch.setitem(sys.modules, "trainer.data.augment.paint_kernel", SimpleNamespace(paint_batch=GrayKernel()))
 
 
 @pytest.mark.parametrize("task", [anchors, classify, segment])

@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.trainer_process import run, start, wait
 from tests.unit.yolo_folder import DATA_YAML, make_yolo_set
-from trainer.data.fetch import fetch_missing, unpack
+from trainer.data.formats.fetch import fetch_missing, unpack
 from trainer.data.registry import open_dataset
 from trainer.errors import TrainerError
 

@@ -15,13 +15,13 @@ from tests.conftest import wait_until
 from tests.unit.test_resident_images import SourceChecker
 from tests.unit.yolo_folder import make_yolo_set, write_image
 from trainer.config import Hyp
-from trainer.data import image_cache
-from trainer.data.detection_loader import TrainLoader
-from trainer.data.digits import Digits
-from trainer.data.image_cache import Layout, cache_images
-from trainer.data.memory import memory_free
+from trainer.data.cache import image_cache
+from trainer.data.cache.image_cache import Layout, cache_images
+from trainer.data.cache.memory import memory_free
+from trainer.data.formats.digits import Digits
+from trainer.data.formats.yolo import Yolo
+from trainer.data.loading.detection_loader import TrainLoader
 from trainer.data.registry import open_dataset
-from trainer.data.yolo import Yolo
 from trainer.distributed.comm import World
 from trainer.errors import TrainerError
 

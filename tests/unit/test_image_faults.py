@@ -17,9 +17,9 @@ from PIL import Image
 from tests.conftest import wait_until
 from tests.unit.test_absent_data import checked, trained
 from tests.unit.yolo_folder import make_yolo_set, write_image
-from trainer.data.image_check import decode_images, read_headers
+from trainer.data.formats.yolo import Yolo
+from trainer.data.images.image_check import decode_images, read_headers
 from trainer.data.registry import open_dataset
-from trainer.data.yolo import Yolo
 
 SIZE = (64, 96)
 BACKGROUND = "has no label file, so it counts as background"

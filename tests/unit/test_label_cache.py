@@ -10,16 +10,16 @@ import pytest
 
 from tests.unit.trainer_process import PIPE, Forked
 from tests.unit.yolo_folder import make_yolo_set
-from trainer.data.label_cache import FOLDER
+from trainer.data.formats.label_cache import FOLDER
+from trainer.data.formats.yolo import Yolo
 from trainer.data.registry import open_dataset
-from trainer.data.yolo import Yolo
 
 # Opens a dataset after a line on stdin; prints the number of files opened and of labels, and the cache file.
 READER = """
 import os, sys
 opened = []
 sys.addaudithook(lambda event, args: event == "open" and opened.append(str(args[0])))
-from trainer.data.yolo import Yolo
+from trainer.data.formats.yolo import Yolo
 input()
 data = Yolo(sys.argv[1], "train")
 root = os.path.dirname(sys.argv[1])

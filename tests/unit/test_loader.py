@@ -15,10 +15,10 @@ import torch
 from tests.unit import test_augment
 from tests.unit.yolo_folder import make_yolo_set
 from trainer.config import Hyp
-from trainer.data.batch_sampler import neighbours, rect_shape, scales
-from trainer.data.dataloader import fit_workers
-from trainer.data.detection_loader import TrainLoader, ValLoader
-from trainer.data.digits import Digits
+from trainer.data.formats.digits import Digits
+from trainer.data.loading.batch_sampler import neighbours, rect_shape, scales
+from trainer.data.loading.dataloader import fit_workers
+from trainer.data.loading.detection_loader import TrainLoader, ValLoader
 from trainer.data.registry import open_dataset
 from trainer.errors import TrainerError
 
@@ -157,8 +157,8 @@ def test_every_image_comes_once_in_steps_of_nearly_one_size(pages, batch, sizes,
 KILLED = """
 import os, signal, time
 from trainer.config import Hyp
-from trainer.data.detection_loader import TrainLoader
-from trainer.data.digits import Digits
+from trainer.data.loading.detection_loader import TrainLoader
+from trainer.data.formats.digits import Digits
 
 if __name__ == "__main__":
     loader = TrainLoader(
@@ -201,8 +201,8 @@ THREADS = """
 import os
 import cv2, threadpoolctl, torch
 import numpy as np
-from trainer.data.batch_sampler import BatchSpec
-from trainer.data.dataloader import BatchLoader, Collate
+from trainer.data.loading.batch_sampler import BatchSpec
+from trainer.data.loading.dataloader import BatchLoader, Collate
 
 class Threads(Collate):
     def collate(self, spec):

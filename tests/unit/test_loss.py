@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import Hyp
-from trainer.data.detection_loader import Capacity
+from trainer.data.loading.detection_loader import Capacity
 from trainer.errors import TrainerError
 from trainer.losses.aligned import ONE_TO_MANY, ONE_TO_ONE, AlignedLoss, candidates
 from trainer.losses.anchored import DetectionLoss, assign_level, ciou

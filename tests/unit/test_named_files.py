@@ -10,8 +10,8 @@ from tests.unit.test_absent_data import checked, trained
 from tests.unit.test_data_convert import convert
 from tests.unit.yolo_folder import make_yolo_set, write_image
 from trainer.config.faults import BadData
-from trainer.data.named_files import NamedFiles, normal
-from trainer.data.yolo import Yolo
+from trainer.data.formats.named_files import NamedFiles, normal
+from trainer.data.formats.yolo import Yolo
 
 NFC, NFD = (unicodedata.normalize(form, "café 1.jpg") for form in ("NFC", "NFD"))
 #: What a list or an export says of the file `a/b/FILE`, and FILE.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data.detection_loader import Batch
+from trainer.data.loading.detection_loader import Batch
 from trainer.metrics import BoxMAP
 from trainer.plots import charts, class_colour, detect, plot_confusion, plot_results
 

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.test_absent_data import checked, trained
 from tests.unit.yolo_folder import make_yolo_set
 from trainer.config.faults import BadData
-from trainer.data.yolo import Yolo
+from trainer.data.formats.yolo import Yolo
 
 BOX = "0 0.3 0.5 0.2 0.4"
 ANSWER = "the key points of the labels are not used: a detector is trained on their boxes"

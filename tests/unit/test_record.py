@@ -7,7 +7,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.unit.settings import settings
-from trainer.data.detection_loader import Batch
+from trainer.data.loading.detection_loader import Batch
 from trainer.engine.run_logger import RunLogger
 from trainer.metrics import BoxMAP
 from trainer.tasks import open_task

@@ -14,12 +14,13 @@ from PIL import Image as Pillow
 
 from tests.unit.yolo_folder import make_yolo_set, write_image
 from trainer.config import Hyp
-from trainer.data import dataloader, image_cache, resident_images
-from trainer.data.detection_loader import TrainLoader
-from trainer.data.device_painter import DevicePainter
-from trainer.data.image_cache import Layout
+from trainer.data.augment.device_painter import DevicePainter
+from trainer.data.cache import image_cache, resident_images
+from trainer.data.cache.image_cache import Layout
+from trainer.data.cache.resident_images import PASS, ResidentImages, ResidentTable
+from trainer.data.loading import dataloader
+from trainer.data.loading.detection_loader import TrainLoader
 from trainer.data.registry import open_dataset
-from trainer.data.resident_images import PASS, ResidentImages, ResidentTable
 from trainer.distributed.comm import World
 from trainer.errors import TrainerError
 

@@ -20,8 +20,8 @@ from tests.unit.settings import settings
 from tests.unit.test_classification import table
 from tests.unit.trainer_process import ranks, start, wait
 from trainer.config import Hyp
-from trainer.data.segmentation import MaskFolder, open_segmentation
-from trainer.data.torchvision_loaders import (
+from trainer.data.formats.segmentation import MaskFolder, open_segmentation
+from trainer.data.loading.torchvision_loaders import (
     mask_transform,
 )
 from trainer.distributed.comm import World

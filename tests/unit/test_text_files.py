@@ -15,8 +15,8 @@ from tests.unit.yolo_folder import DATA_YAML, make_yolo_set, write_image
 from trainer.config import Hyp, load_hyp
 from trainer.config.faults import BadData
 from trainer.config.text_file import read_text
+from trainer.data.formats.segmentation import open_segmentation
 from trainer.data.registry import open_dataset
-from trainer.data.segmentation import open_segmentation
 from trainer.errors import TrainerError
 from trainer.inference.formats import CocoTruth
 from trainer.inference.sources import find_sources

@@ -22,7 +22,7 @@ from trainer import contract
 from trainer.__main__ import main
 from trainer.cli.bench import settings_of
 from trainer.config.settings import interval
-from trainer.data.yolo import Yolo
+from trainer.data.formats.yolo import Yolo
 from trainer.distributed import comm
 from trainer.engine import watchdog
 from trainer.engine.events import Events

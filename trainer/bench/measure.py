@@ -15,9 +15,9 @@ import torch
 
 from trainer.bench.processes import Runner, request_of, run_here
 from trainer.config import Settings, traits_of
-from trainer.data.dataloader import PREFETCH, start_forkserver
-from trainer.data.detection_loader import Batch
-from trainer.data.image_cache import image_folders
+from trainer.data.cache.image_cache import image_folders
+from trainer.data.loading.dataloader import PREFETCH, start_forkserver
+from trainer.data.loading.detection_loader import Batch
 from trainer.distributed import comm
 from trainer.engine.events import Events
 from trainer.engine.memory import keep_freed_memory

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, record_function
 from trainer.bench.measure import start_trainer, steps_of, warm_up
 from trainer.bench.processes import request_of, run_here
 from trainer.config import Settings
-from trainer.data.dataloader import PREFETCH
+from trainer.data.loading.dataloader import PREFETCH
 from trainer.distributed import comm
 from trainer.errors import TrainerError
 

@@ -58,8 +58,8 @@ def download(data_yaml: DataYaml) -> None:
     trainer train does the same. The archive is a .zip, .tar or .tar.gz; sha256 in data.yaml is checked. Nothing in the
     archive is executed.
     """
-    from trainer.data.fetch import fetch_missing
-    from trainer.data.yolo import read_split
+    from trainer.data.formats.fetch import fetch_missing
+    from trainer.data.formats.yolo import read_split
 
     if not fetch_missing(data_yaml):
         for split in ("train", "val"):

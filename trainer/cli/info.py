@@ -29,7 +29,7 @@ def info(
     from torch.utils.flop_counter import FlopCounterMode
 
     from trainer.config import Hyp
-    from trainer.data.detection_loader import check_imgsz
+    from trainer.data.loading.detection_loader import check_imgsz
     from trainer.detectors import build, read_cfg
     from trainer.models.yolo import fuse
 

@@ -67,3 +67,8 @@ def note_left_out(data: str, faults: Sequence[Fault], folder: Path | None = None
                 where = f"all of them in {path}"
             lines.append(f"{kind}: {len(chosen) - _SHOWN} more, {where}")
     return [*lines, f"{data}: {summary(faults)}"] if lines else []
+
+
+def first_of(count: int) -> str:
+    """Return the end of a message about the first of several files or lines."""
+    return f" (the first of {count:,})" if count > 1 else ""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trainer.config.faults import Fault
-from trainer.data.yolo import Source, read_splits
+from trainer.data.formats.yolo import Source, read_splits
 
 SPLITS = ("train", "val")
 

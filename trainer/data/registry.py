@@ -6,8 +6,8 @@ from typing import Literal
 
 from trainer.config import imports
 from trainer.data.dataset import Dataset
-from trainer.data.digits import Digits
-from trainer.data.yolo import Yolo, open_sources
+from trainer.data.formats.digits import Digits
+from trainer.data.formats.yolo import Yolo, open_sources
 from trainer.errors import TrainerError
 
 Split = Literal["train", "val", "test"]

@@ -15,9 +15,9 @@ from trainer import contract
 from trainer.config import Settings, traits_of
 from trainer.config.faults import note_left_out
 from trainer.config.settings import interval
-from trainer.data.dataloader import start_forkserver
+from trainer.data.cache.image_cache import image_folders
 from trainer.data.dataset import fingerprint_of
-from trainer.data.image_cache import image_folders
+from trainer.data.loading.dataloader import start_forkserver
 from trainer.distributed import comm, neighbours
 from trainer.engine import callbacks, checkpoints, memory, results
 from trainer.engine.events import Events

@@ -1,7 +1,7 @@
 """A training step: the way of a batch from the dataloader to the weights.
 
 A dataloader worker has painted the images (or packed them for the painter on the GPU), and has turned the labels into
-the targets of the loss (data/detection_loader.py). `TrainStep` runs the network and its loss, divides by what
+the targets of the loss (data/loading/detection_loader.py). `TrainStep` runs the network and its loss, divides by what
 all ranks counted, differentiates, and updates the weights (update.py). How the gradients of the ranks are added up is
 the strategy's business (strategies/). The host never waits for a GPU here, except to learn that another rank
 has to stop.

@@ -9,7 +9,7 @@ from torch import nn
 
 from trainer.config import DIGITS, Settings, traits_of
 from trainer.config.settings import layers
-from trainer.data.dataloader import on_side_stream
+from trainer.data.loading.dataloader import on_side_stream
 from trainer.distributed import comm
 from trainer.engine.compilation import GRAPHS, Compilation, choose_mode
 from trainer.engine.display import TrainingDisplay

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer.data.augment.paint import letterbox
 from trainer.data.dataset import Image
-from trainer.data.paint import letterbox
 from trainer.detectors import Detections, Limits, Parts
 from trainer.detectors.detector import Detector, to_original
 from trainer.inference.formats import write_labels

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import DIGITS
-from trainer.data.detection_loader import check_imgsz
-from trainer.data.paint import letterbox
+from trainer.data.augment.paint import letterbox
+from trainer.data.loading.detection_loader import check_imgsz
 from trainer.data.registry import open_dataset
 from trainer.errors import TrainerError
 from trainer.inference.trained import load_trained

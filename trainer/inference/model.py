@@ -10,7 +10,7 @@ import numpy as np
 
 from trainer.config.inference import PredictSettings
 from trainer.config.settings import option_of
-from trainer.data.detection_loader import check_imgsz
+from trainer.data.loading.detection_loader import check_imgsz
 from trainer.detectors import Limits, load_weights
 from trainer.distributed import comm
 from trainer.errors import TrainerError

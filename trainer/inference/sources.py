@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.config.text_file import read_text
 from trainer.data.dataset import Image
-from trainer.data.listing import SUFFIXES
+from trainer.data.formats.listing import SUFFIXES
 from trainer.errors import TrainerError
 
 VIDEOS = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".webm", ".wmv"})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.dataset import Image
-from trainer.data.torchvision_loaders import GREY, Fit, val_transform
+from trainer.data.loading.torchvision_loaders import GREY, Fit, val_transform
 from trainer.detectors import Limits
 from trainer.errors import TrainerError
 from trainer.inference.predictors import Prediction, Predictor, drawn_scale

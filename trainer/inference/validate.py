@@ -14,7 +14,7 @@ from trainer import contract
 from trainer.config.faults import note_left_out
 from trainer.config.inference import ValSettings
 from trainer.data.dataset import Dataset
-from trainer.data.detection_loader import ValLoader
+from trainer.data.loading.detection_loader import ValLoader
 from trainer.data.progress import track
 from trainer.data.registry import open_dataset
 from trainer.detectors import Detections, Limits

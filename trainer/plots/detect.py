@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.dataset import Dataset, Image
-from trainer.data.detection_loader import Batch
+from trainer.data.loading.detection_loader import Batch
 from trainer.metrics import BoxMAP
 from trainer.plots import charts
 from trainer.plots.drawing import draw_boxes, scaled, write_grid

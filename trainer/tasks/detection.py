@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from trainer.config import FAMILY_PRESETS, Hyp, Settings, family_of, hyp_keys
 from trainer.config.imports import is_import_path
+from trainer.data.augment.device_painter import choose_painter
 from trainer.data.dataset import Dataset, NoImages
-from trainer.data.detection_loader import TrainLoader, ValBatch, ValLoader
-from trainer.data.device_painter import choose_painter
+from trainer.data.loading.detection_loader import TrainLoader, ValBatch, ValLoader
 from trainer.data.registry import Split, open_datasets
 from trainer.detectors import Detections, Limits, build, load_weights, read_cfg
 from trainer.detectors.detector import Detector, to_original

@@ -12,12 +12,12 @@ from torch import Tensor
 from trainer.config import Settings, hyp_keys, preset_for
 from trainer.config.presets import gathered
 from trainer.config.settings import option_of
-from trainer.data.batch_sampler import BatchSpec
-from trainer.data.classification import open_classification
-from trainer.data.dataloader import EpochLoader, EvalLoader
 from trainer.data.dataset import NoImages
-from trainer.data.segmentation import open_segmentation
-from trainer.data.torchvision_loaders import (
+from trainer.data.formats.classification import open_classification
+from trainer.data.formats.segmentation import open_segmentation
+from trainer.data.loading.batch_sampler import BatchSpec
+from trainer.data.loading.dataloader import EpochLoader, EvalLoader
+from trainer.data.loading.torchvision_loaders import (
     ClassificationBatch,
     ClassificationCollate,
     SegmentationBatch,

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.data.data_yaml import Content, load_data_yaml, source_candidates
+from trainer.data.formats.data_yaml import Content, load_data_yaml, source_candidates
 from trainer.errors import TrainerError
 
 _YAML = (".yaml", ".yml")

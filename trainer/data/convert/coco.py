@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 from trainer.config.faults import BadData, Fault
 from trainer.config.text_file import read_text
 from trainer.data.convert.writer import HINT, Annotated, Conversion, Points, sizes, split_by_name
-from trainer.data.listing import images_below
-from trainer.data.named_files import NamedFiles
+from trainer.data.formats.listing import images_below
+from trainer.data.formats.named_files import NamedFiles
 from trainer.errors import TrainerError
 
 #: Notes about objects with `iscrowd: 1`, with which some tools mark all objects that have a mask.

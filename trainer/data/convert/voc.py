@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from trainer.config.faults import Fault
 from trainer.config.text_file import read_text
 from trainer.data.convert.writer import Annotated, Conversion, sizes, split_by_name
-from trainer.data.listing import SUFFIXES
+from trainer.data.formats.listing import SUFFIXES
 from trainer.data.progress import track
 from trainer.errors import TrainerError
 

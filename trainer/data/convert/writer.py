@@ -14,8 +14,8 @@ import numpy.typing as npt
 import yaml
 
 from trainer.config.faults import BadData, Fault
-from trainer.data.image_check import decode_images, faults_of
-from trainer.data.listing import SUFFIXES, label_file
+from trainer.data.formats.listing import SUFFIXES, label_file
+from trainer.data.images.image_check import decode_images, faults_of
 from trainer.data.progress import track
 from trainer.errors import TrainerError
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainer.config.faults import Fault
+from trainer.config.faults import Fault, first_of
 from trainer.config.text_file import read_text
-from trainer.data import extra_columns
 from trainer.data.dataset import Floats, Ints, Labels
-from trainer.data.image_check import faults_of
-from trainer.data.image_file import ImageState
-from trainer.data.listing import Listing, first_of
+from trainer.data.formats import extra_columns
+from trainer.data.formats.listing import Listing
+from trainer.data.images.image_check import faults_of
+from trainer.data.images.image_file import ImageState
 from trainer.data.progress import in_threads
 
 _ROW_HINT = "write each line as `class cx cy w h`, the last four as fractions of the image's sides"

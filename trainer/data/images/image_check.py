@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from trainer.config.faults import Fault
-from trainer.data import image_worker
+from trainer.config.faults import Fault, first_of
 from trainer.data.dataset import IMAGE_HINT
-from trainer.data.image_file import DAMAGED, DARK, ODDITIES, ImageState, UnreadableError, read_header
-from trainer.data.listing import first_of
+from trainer.data.images import image_worker
+from trainer.data.images.image_file import DAMAGED, DARK, ODDITIES, ImageState, UnreadableError, read_header
 from trainer.data.progress import in_threads, track
 from trainer.distributed.comm import usable_cores
 

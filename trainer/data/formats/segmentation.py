@@ -12,10 +12,10 @@ from PIL import Image as Pillow
 from trainer.config import DIGITS, IGNORED
 from trainer.config.text_file import read_text
 from trainer.data.dataset import Image, Ints, NoImages, file_fingerprint, read_image
-from trainer.data.digits import Digits
-from trainer.data.image_check import read_headers
-from trainer.data.image_file import ImageState
-from trainer.data.listing import images_below
+from trainer.data.formats.digits import Digits
+from trainer.data.formats.listing import images_below
+from trainer.data.images.image_check import read_headers
+from trainer.data.images.image_file import ImageState
 from trainer.data.progress import in_threads
 from trainer.errors import TrainerError
 

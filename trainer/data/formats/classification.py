@@ -12,8 +12,8 @@ import numpy as np
 
 from trainer.config import CIFAR, DIGITS
 from trainer.data.dataset import Image, file_fingerprint, read_image, reduction
-from trainer.data.digits import scans
-from trainer.data.listing import LINK_HINT, images_below
+from trainer.data.formats.digits import scans
+from trainer.data.formats.listing import LINK_HINT, images_below
 from trainer.distributed.machine_lock import one_per_machine
 from trainer.errors import TrainerError
 

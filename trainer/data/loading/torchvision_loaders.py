@@ -10,8 +10,9 @@ from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
 from trainer.config import IGNORED, Hyp
-from trainer.data.batch_sampler import MIX, BatchSpec
-from trainer.data.dataloader import BatchData, Collate, empty_images, seeded_rng
+from trainer.data.batch import BatchData, empty_images
+from trainer.data.loading.batch_sampler import MIX, BatchSpec
+from trainer.data.loading.dataloader import Collate, seeded_rng
 
 GREY = 114  # around an image
 RANDAUGMENT_OPERATIONS = 2

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from trainer.data.cache.memory import memory_free
 from trainer.data.dataset import Dataset, Image, Ints, reduction
-from trainer.data.label_cache import cache_folders, new_draft
-from trainer.data.memory import memory_free
+from trainer.data.formats.label_cache import cache_folders, new_draft
 from trainer.data.progress import bar
 from trainer.distributed.comm import World
 from trainer.errors import TrainerError

@@ -1,4 +1,4 @@
-"""Program that decodes images: python -m trainer.data.image_worker. Each line of stdin is a path, of stdout its state.
+"""Program that decodes images (python -m trainer.data.images.image_worker): stdin has a path a line, stdout its state.
 
 OpenCV's JPEG decoder writes about damage to stderr, without the file's name. Here stderr is a file that is read after
 each image. A separate process also survives a file that ends the decoder.
@@ -16,7 +16,7 @@ import cv2
 import numpy as np
 
 from trainer.data.dataset import END, Image, completed
-from trainer.data.image_file import (
+from trainer.data.images.image_file import (
     DAMAGED,
     DARK,
     FRAMES,

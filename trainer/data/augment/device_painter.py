@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainer.data.augment import HORIZON, Layer, Recipe, colour_matrices, is_upright, span, translation
-from trainer.data.dataloader import BatchData, empty_images
+from trainer.data.augment.paint import fill_outline
+from trainer.data.augment.recipe import HORIZON, Layer, Recipe, colour_matrices, is_upright, span, translation
+from trainer.data.batch import FILL, BatchData, empty_images
+from trainer.data.cache.resident_images import ResidentImages, ResidentTable, Uploads
 from trainer.data.dataset import Image, Pixels
-from trainer.data.paint import FILL, fill_outline
-from trainer.data.resident_images import ResidentImages, ResidentTable, Uploads
 from trainer.errors import TrainerError
 
 _UNBOUNDED = (-np.inf, np.inf, -np.inf, np.inf)
@@ -197,7 +197,7 @@ class DevicePainter:
             what = f"--augment-on device: the device is {device}, and the kernel that paints the images needs a GPU"
             raise TrainerError(what, "use --augment-on workers; to test, TRITON_INTERPRET=1 runs the kernel on a CPU")
         try:
-            from trainer.data.paint_kernel import paint_batch  # triton is optional, and slow to import
+            from trainer.data.augment.paint_kernel import paint_batch  # triton is optional, and slow to import
 
             self._kernel: Any = paint_batch
             blank = pack([_BLANK], lambda _: np.zeros((0, 0, 3), np.uint8))

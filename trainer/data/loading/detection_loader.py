@@ -1,4 +1,4 @@
-"""Dataloaders of detection: batches of augmented images (augment.py), and letterboxed validation batches."""
+"""Dataloaders of detection: batches of augmented images (augment/), and letterboxed validation batches."""
 
 import itertools
 import math
@@ -14,14 +14,15 @@ import numpy.typing as npt
 import torch
 
 from trainer.config import Hyp
-from trainer.data.augment import Recipe, recipe_of
-from trainer.data.batch_sampler import IMAGE, WINDOW, BatchSpec, ImageWeights, aspects_of, rect_shape, scales
-from trainer.data.dataloader import BatchData, Collate, EpochLoader, EvalLoader, empty_images
+from trainer.data.augment.device_painter import DevicePainter, Painting, pack
+from trainer.data.augment.paint import letterbox, paint
+from trainer.data.augment.recipe import Recipe, recipe_of
+from trainer.data.batch import BatchData, empty_images
+from trainer.data.cache.image_cache import CachedImages, Exchange, Layout, cache_images, decode_all
+from trainer.data.cache.resident_images import PASS, ResidentImages, ResidentTable
 from trainer.data.dataset import Dataset, Image
-from trainer.data.device_painter import DevicePainter, Painting, pack
-from trainer.data.image_cache import CachedImages, Exchange, Layout, cache_images, decode_all
-from trainer.data.paint import letterbox, paint
-from trainer.data.resident_images import PASS, ResidentImages, ResidentTable
+from trainer.data.loading.batch_sampler import IMAGE, WINDOW, BatchSpec, ImageWeights, aspects_of, rect_shape, scales
+from trainer.data.loading.dataloader import Collate, EpochLoader, EvalLoader
 from trainer.distributed.comm import World
 from trainer.errors import TrainerError
 

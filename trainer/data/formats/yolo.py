@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from trainer.config.faults import BadData, Fault
-from trainer.data.data_yaml import DataYaml, read_data_yaml
 from trainer.data.dataset import Image, Labels, Segment, read_image, reduction
-from trainer.data.fetch import fetch_missing
-from trainer.data.label_cache import cached_scan, load
-from trainer.data.listing import Listing, list_split
-from trainer.data.scan import Scan
+from trainer.data.formats.data_yaml import DataYaml, read_data_yaml
+from trainer.data.formats.fetch import fetch_missing
+from trainer.data.formats.label_cache import cached_scan, load
+from trainer.data.formats.listing import Listing, list_split
+from trainer.data.formats.scan import Scan
 from trainer.errors import TrainerError
 
 SINGLE_CLASS = "item"  # the class with --single-cls

@@ -6,10 +6,9 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.augment import Bounds, Layer, Recipe, colour_matrices, is_upright, span, translation
+from trainer.data.augment.recipe import Bounds, Layer, Recipe, colour_matrices, is_upright, span, translation
+from trainer.data.batch import FILL
 from trainer.data.dataset import Floats, Image
-
-FILL = 114  # gray of the background
 
 
 def paint(recipe: Recipe, image_of: Callable[[int], Image], out: Image) -> None:

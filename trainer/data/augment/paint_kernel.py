@@ -16,8 +16,8 @@ cannot run if triton was imported before the variable was set.
 import triton
 import triton.language as tl
 
-from trainer.data.augment import HORIZON as _HORIZON
-from trainer.data.paint import FILL
+from trainer.data.augment.recipe import HORIZON as _HORIZON
+from trainer.data.batch import FILL
 
 BACKGROUND = tl.constexpr(float(FILL))
 HORIZON = tl.constexpr(_HORIZON)

@@ -21,10 +21,10 @@ import torch
 
 from trainer.cache_folders import of_node, of_user
 from trainer.config.faults import Fault
-from trainer.data.image_check import decode_images, read_headers
-from trainer.data.image_file import ImageState
-from trainer.data.listing import Listing
-from trainer.data.scan import Scan, scan
+from trainer.data.formats.listing import Listing
+from trainer.data.formats.scan import Scan, scan
+from trainer.data.images.image_check import decode_images, read_headers
+from trainer.data.images.image_file import ImageState
 from trainer.distributed.machine_lock import one_per_machine
 
 FOLDER = ".trainer-cache"  # next to data.yaml

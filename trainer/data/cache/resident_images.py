@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.dataloader import BatchData, empty_images
+from trainer.data.batch import FILL, BatchData, empty_images
+from trainer.data.cache.image_cache import AUTO_SHARE, Layout, gib
+from trainer.data.cache.memory import memory_free
 from trainer.data.dataset import Dataset, Image
-from trainer.data.image_cache import AUTO_SHARE, Layout, gib
-from trainer.data.memory import memory_free
-from trainer.data.paint import FILL
 from trainer.errors import TrainerError
 
 PASS = 2**32  # the batches of pass p have the numbers p * PASS, p * PASS + 1, ...; p counts from 1

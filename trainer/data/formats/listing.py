@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trainer.config.faults import BadData, Fault
+from trainer.config.faults import BadData, Fault, first_of
 from trainer.config.text_file import read_text
-from trainer.data.data_yaml import DataYaml, mount_hint
-from trainer.data.named_files import NamedFiles
+from trainer.data.formats.data_yaml import DataYaml, mount_hint
+from trainer.data.formats.named_files import NamedFiles
 from trainer.data.progress import THREADS
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
@@ -329,8 +329,3 @@ def _without_label(
         return []
     what = f"has no label file, so it counts as background{first_of(len(without))}"
     return [Fault(images[without[0]], 0, what, f"expected {files[without[0]]}, empty for background", warning=True)]
-
-
-def first_of(count: int) -> str:
-    """Return the end of a message about the first of several files or lines."""
-    return f" (the first of {count:,})" if count > 1 else ""

@@ -11,17 +11,17 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import cv2
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 
-from trainer.data.batch_sampler import IMAGE, BatchSampler, BatchSpec
-from trainer.data.image_cache import Exchange
+from trainer.data.cache.image_cache import Exchange
+from trainer.data.loading.batch_sampler import IMAGE, BatchSampler, BatchSpec
 from trainer.distributed.comm import World
 from trainer.errors import TrainerError
 
@@ -32,47 +32,6 @@ _BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _IN_TRANSIT = 2  # batches of a rank that are neither prefetched nor released
 _LOADERS: weakref.WeakSet[Any] = weakref.WeakSet()
 _USABLE_SHARE = 0.45  # of the free shared memory: during validation, prefetched training batches stay in it
-
-
-class BatchData:
-    """Mixin for batch dataclasses, whose fields are tensors, dicts of tensors, and plain values.
-
-    A training batch has `images`, `targets` (what the loss needs of the labels, by name), `ids` int64 (b,), and
-    `global_size`, the images of the step on all ranks together.
-    """
-
-    def pin_memory(self: Any) -> Any:
-        """Return the same batch in pinned memory."""
-        return self._each(lambda value: value.pin_memory())
-
-    def _each(self: Any, change: Callable[[Any], Any]) -> Any:
-        """Return the same batch with every tensor changed."""
-        values: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if isinstance(value, (torch.Tensor, BatchData)):
-                values[name] = change(value)
-            elif isinstance(value, dict):
-                values[name] = {key: change(tensor) for key, tensor in value.items()}
-        return replace(self, **values)
-
-    def __reduce__(self: Any) -> tuple[Any, ...]:
-        # torch sends each tensor as a file; pickling the values is faster for tensors that are not in shared memory.
-        def sent(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: sent(each) for key, each in value.items()}
-            is_private = isinstance(value, torch.Tensor) and not value.is_shared()  # type: ignore[no-untyped-call]
-            return value.numpy() if is_private else value
-
-        return _batch_of, (type(self), [sent(getattr(self, each.name)) for each in fields(self)])
-
-
-def _batch_of(kind: Any, values: list[Any]) -> Any:
-    def received(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: received(each) for key, each in value.items()}
-        return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-
-    return kind(*map(received, values))
 
 
 class Collate(Generic[BatchType]):
@@ -94,12 +53,6 @@ class Collate(Generic[BatchType]):
             return self.collate(spec)
         except TrainerError as error:
             return error  # torch would turn a raised error into a traceback and lose the hint
-
-
-def empty_images(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a uint8 tensor for a batch's images; a worker allocates it in shared memory, which saves a copy."""
-    images = torch.empty(shape, dtype=torch.uint8)
-    return images.share_memory_() if get_worker_info() else images  # type: ignore[no-untyped-call]
 
 
 def fit_workers(workers: int, batch_bytes: int, local_size: int, bytes_free: int | None) -> tuple[int, int, str]:
@@ -143,7 +96,7 @@ def start_forkserver(wanted: bool) -> None:
 def _context() -> Any:
     # Forking a process with threads of gloo or CUDA can deadlock; the fork server has no such threads.
     context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer.data.detection_loader"])
+    context.set_forkserver_preload(["trainer.data.loading.detection_loader"])
     return context
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.faults import BadData
-from trainer.data import archive as archives
-from trainer.data.data_yaml import Content, load_data_yaml, source_candidates
+from trainer.data.formats import archive as archives
+from trainer.data.formats.data_yaml import Content, load_data_yaml, source_candidates
 from trainer.data.progress import track
 from trainer.distributed.machine_lock import one_per_machine
 from trainer.errors import TrainerError

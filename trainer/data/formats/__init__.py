@@ -1,0 +1,1 @@
+"""Formats of datasets on disk: what lies in the folders, and what is wrong with it."""

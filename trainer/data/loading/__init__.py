@@ -1,0 +1,1 @@
+"""Dataloaders: the images of each step, made into batches in worker processes."""
