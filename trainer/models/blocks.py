@@ -47,11 +47,13 @@ class ColourConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, 3, h, w) -> (b, c2, h', w')."""
-        if x.device.type != "cuda":
-            return super().forward(x)
+        return self.padded(x) if x.device.type == "cuda" else super().forward(x)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """Return the same, computed with COLOUR_CHANNELS channels."""
         zeros = (0, 0, 0, 0, 0, COLOUR_CHANNELS - 3)
-        padded: Tensor = self._conv_forward(F.pad(x, zeros), F.pad(self.weight, zeros), self.bias)
-        return padded
+        made: Tensor = self._conv_forward(F.pad(x, zeros), F.pad(self.weight, zeros), self.bias)
+        return made
 
 
 class Conv(nn.Module):
