@@ -11,8 +11,10 @@ first_line() {
 # Prints the end of the file $1, at most 1 MiB, unless a job has put a link in its place.
 end_of() { dd if="$1" iflag=nofollow,nonblock status=none 2>/dev/null | tail -c 1048576; }
 
-# Prints the last line of the file $1.
-last_line() { end_of "$1" | tail -n 1 | tail -c 4096; }
+# The last line of the file $1, the messages of a runtime, without the advice that docker and podman print after an error.
+last_error() {
+    end_of "$1" | grep -v -e "^See '.*--help'" -e "^Run '.*--help'" -e '^[[:space:]]*$' | tail -n 1 | tail -c 4096
+}
 
 # Whether the folder $1 is writable and its disk is not full.
 can_write() {
@@ -166,8 +168,8 @@ why() {
     room=$(no_room "$1")
     case $room:$2 in
         ?*:*) ;;
-        :gone | ":exit 73 "*) room=$(last_line "$1.err") ;;
-        *) [ -e "$1.json" ] || room=$(last_line "$1.err") ;;
+        :gone | ":exit 73 "*) room=$(last_error "$1.err") ;;
+        *) [ -e "$1.json" ] || room=$(last_error "$1.err") ;;
     esac
     echo "$room"
 }

@@ -37,7 +37,9 @@ about() {
     said=$({ end_of "$folder/slurm.log" | tail -n 1000; end_of "$3/srun.err"; } | tac | sed '/^attempt [0-9]* is job /q')
     first=
     compgen -G "$3/node-*.pid" > /dev/null || first='^srun: '
-    for error in '^error: ' '^s(run|batch): fatal: ' '^sbatch: error: ' '^srun: error: .*Exited with exit code' $first; do
+    # Pyxis prints enroot's log before it says that the container could not be started.
+    for error in '^error: ' '^s(run|batch): fatal: ' '^sbatch: error: ' 'error: pyxis: +\[ERROR\]' 'error: pyxis: (failed|could)' \
+        '^srun: error: .*Exited with exit code' $first; do
         grep -m 1 -E "$error" <<< "$said" && break
     done | tr -d '\n'; echo
 }

@@ -13,6 +13,7 @@ from cluster.runtimes import ENGINES
 from cluster.spec.model import Device, Inventory, Job, JobRecord, Machine, Node, NodeStatus, Plan, Step
 from cluster.spec.traits import Traits
 from cluster.transport import files, parallel, reach, workdir
+from cluster.transport.waits import waiting
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ class Backend(Traits, abc.ABC):
     def remove(self, inventory: Inventory, found: FoundJob) -> None:
         """Remove what a launch has on a machine, by its ID. Raises ClusterError."""
         machine = next(each for each in inventory.machines if each.name == found.where)
-        monitor.stop(machine, found.launch_id, 0, self.engines, timeout_s=60)
+        with waiting(f"{found.job} to exit on {machine.name}", 60):
+            monitor.stop(machine, found.launch_id, 0, self.engines, timeout_s=60)
 
     def survey(self, plan: Plan, joining: Sequence[Machine] = ()) -> dict[str, ClusterError | None]:
         """Return for each host of the plan why it cannot run it, or None. `joining` have not run the job before."""

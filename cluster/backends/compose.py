@@ -40,6 +40,7 @@ from cluster.spec.model import (
 from cluster.spec.status import MOST_STATUS, parse
 from cluster.spec.traits import NO_NODE_SHELL
 from cluster.transport import Completed, LocalShell, inside
+from cluster.transport.waits import waiting
 
 #: The mount target of the job's run root.
 RUNS = "/runs"
@@ -147,7 +148,8 @@ class ComposeBackend(Backend):
         # Without the file, the agents wait as long as the job's own grace.
         with contextlib.suppress(OSError), inside.open_file(plan.run_dir, grace, "wb") as file:
             file.write(f"{math.ceil(grace_s)}\n".encode())
-        self._down(plan.job.launch_id, grace_s)
+        with waiting(f"the containers of {plan.job_id} to exit", grace_s + 60):
+            self._down(plan.job.launch_id, grace_s)
         if plan.job.gpus:  # the process that has their locks ends soon; the next job may start at once
             monitor.stop(plan.nodes[0].machine, plan.job.launch_id, 0, [], timeout_s=30)
 

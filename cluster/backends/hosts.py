@@ -17,6 +17,7 @@ from cluster.runtimes import RUNTIMES
 from cluster.runtimes.base import Runtime
 from cluster.spec.model import Job, JobRecord, Machine, Node, NodeStatus, Plan, Step, nodes_of, this_machine
 from cluster.transport import parallel, reach, ssh_to
+from cluster.transport.waits import waiting
 
 
 class HostsBackend(Backend):
@@ -89,15 +90,19 @@ class HostsBackend(Backend):
     def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
         """Send SIGTERM to the job's processes, and SIGKILL after `grace_s`; remove its containers. Try all machines."""
 
+        left = {machine.name: None for machine in plan.machines}
+
         def stop(machine: Machine) -> None:
             timeout_s = self._monitor.timeout_s(plan, machine, grace_s + 30)
             engines = [*filter(None, [RUNTIMES[machine.runtime].engine])]
             attempt, folder = plan.attempt if only_attempt else None, attempt_dir(plan, machine)
             launch_id = plan.job.launch_id
             monitor.stop(machine, launch_id, grace_s, engines, timeout_s=timeout_s, attempt=attempt, folder=folder)
+            left.pop(machine.name)
 
         try:
-            parallel.all_of(plan.machines, stop)
+            with waiting(lambda: f"{plan.job_id} to exit on {', '.join([*left])}", grace_s + 30):
+                parallel.all_of(plan.machines, stop)
         except ClusterError as error:
             raise type(error)(error.message, f"once it answers: clusterctl stop {plan.job_id}") from error
 

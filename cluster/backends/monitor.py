@@ -26,6 +26,7 @@ from cluster.spec.model import WORKDIR, Machine, NodeStatus, Phase, Plan
 from cluster.spec.status import AgentStatus, from_exit_file, parse
 from cluster.transport import Shell, files, parallel, reach, workdir
 from cluster.transport.process import interruptible
+from cluster.transport.waits import waiting
 
 #: A machine that has not answered for this time is lost. Jobs survive shorter network failures.
 LOST_AFTER_S = 8.0
@@ -332,12 +333,9 @@ class _MachinePoll:
             self._ping_thread = threading.Thread(target=self._ping, args=(shell, self._poll_thread), daemon=True)
             self._ping_thread.start()
         self._poll_thread.join(max(0.0, timeout_s - _POLL_WAIT_S))
-        error = self.error
-        if isinstance(error, OSError):  # the local copy of a log cannot be written
-            raise UnreachableError(f"this machine: {error.filename or 'the copy of a log'}: {error.strerror}")
-        if error is not None and not isinstance(error, ClusterError):
-            raise UnreachableError(f"the nodes' answer cannot be read: {type(error).__name__}: {error}")
-        return error
+        if self.error is not None and not isinstance(self.error, ClusterError):
+            raise in_words(self.error)
+        return self.error
 
     def _run(self, work: Callable[[], dict[_Key, NodeStatus | ClusterError]]) -> None:
         try:
@@ -359,6 +357,15 @@ class _MachinePoll:
             if shell.ping():
                 self._answered_at = self._clock()
             poll_thread.join(_POLL_WAIT_S)
+
+
+def in_words(error: Exception) -> ClusterError:
+    """Return what a poll has raised as an error for the user."""
+    if isinstance(error, ClusterError):
+        return error
+    if isinstance(error, OSError):  # the local copy of a log cannot be written
+        return UnreachableError(f"this machine: {error.filename or 'the copy of a log'}: {error.strerror}")
+    return UnreachableError(f"the nodes' answer cannot be read: {type(error).__name__}: {error}")
 
 
 def _found(
@@ -534,6 +541,11 @@ def collect(plan: Plan) -> list[str]:
 
     The results come from the first node that answers. Of the others only the ranks' logs are copied.
     """
+    with waiting(f"the results of {plan.job_id} to be copied"):
+        return _collect(plan)
+
+
+def _collect(plan: Plan) -> list[str]:
     remote = [machine for machine in plan.machines if plan.is_elsewhere(machine)]
 
     def copy_logs(machine: Machine) -> None:

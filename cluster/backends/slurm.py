@@ -34,6 +34,7 @@ from cluster.spec.model import (
     this_machine,
 )
 from cluster.transport import parallel, reach, ssh_to
+from cluster.transport.waits import waiting
 
 #: The maximum age of a cached squeue output. One call per interval serves all jobs of a user.
 INTERVAL_S = 3
@@ -207,7 +208,8 @@ class SlurmBackend(Backend):
         grace = max(3, math.ceil(grace_s)) if grace_s else 0
         launched = {"job": plan.job_id, "launch": plan.job.launch_id}
         command = scripts.command("slurm_cancel", grace=grace, folder=plan.dir_on(login), **launched)
-        done = reach(login).run(command, timeout_s=grace_s + 120)
+        with waiting(f"Slurm to end {plan.job_id}", grace_s + 120):
+            done = reach(login).run(command, timeout_s=grace_s + 120)
         if done.code:
             raise UnreachableError(f"scancel: {done.last_line}", f"clusterctl stop {plan.job_id}")
         if done.out.strip():
@@ -254,6 +256,10 @@ class SlurmBackend(Backend):
 
     def requeued(self, plan: Plan) -> Plan | None:
         """Return the next attempt if Slurm has requeued the job, else None. Raises ClusterError if it was cancelled."""
+        with waiting(f"Slurm to requeue {plan.job_id}", _REQUEUE_S):
+            return self._requeued(plan)
+
+    def _requeued(self, plan: Plan) -> Plan | None:
         clock = monitor.AwakeClock()
         until = clock() + _REQUEUE_S
         while clock() < until:
@@ -297,8 +303,8 @@ class SlurmBackend(Backend):
         for plan, polled in zip(plans, monitor.poll_all(plans, login, _POLL), strict=True):
             try:
                 made.append(_statuses(plan, _answer(polled)))
-            except ClusterError as error:
-                made.append(error)
+            except Exception as error:  # one job hides no other
+                made.append(monitor.in_words(error))
         return made
 
 
@@ -317,7 +323,13 @@ def _answer(polled: monitor.Polled) -> _Answer:
     if refused and not line:
         raise UnreachableError(f"Slurm does not answer: {refused}", "scontrol ping")
     attempt, *hosts = running.split() or ["0"]
-    return slurm.row(line), int(attempt) if attempt.isdigit() else 0, hosts, error.removeprefix("error: "), own
+    return slurm.row(line), int(attempt) if attempt.isdigit() else 0, hosts, _error(error), own
+
+
+def _error(line: str) -> str:
+    """Return the error in a line of the batch script, srun or Pyxis."""
+    pyxis = re.match(r"\S+ error: pyxis: +(?:\[ERROR\] )?(.*)", line)
+    return f"Pyxis cannot start the container: {pyxis[1]}" if pyxis else line.removeprefix("error: ")
 
 
 def _statuses(plan: Plan, answer: _Answer) -> NodeStatuses:

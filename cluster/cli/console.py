@@ -48,6 +48,12 @@ def print_line(out: Console, *texts: str, style: str | None = None) -> None:
         out.print(printable(text), soft_wrap=True, style=style)
 
 
+def show_wait(text: str, is_first: bool) -> None:
+    """Print what the program waits for on stderr: once, and on a terminal repeatedly with the time that is left."""
+    if is_first or sys.stderr.isatty():
+        print(printable(text), file=sys.stderr, flush=True)
+
+
 def print_log_line(out: Console, text: str) -> None:
     """Print a line of a program's log as it is, without wrapping."""
     from rich.control import strip_control_codes

@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from cluster.cli import image, jobs, session, streams
+from cluster.cli.console import show_wait
 from cluster.cli.doctor import doctor
 from cluster.cli.gc import gc
 from cluster.cli.help import CONTEXT, HelpCommand, HelpGroup
@@ -17,6 +18,7 @@ from cluster.cli.launch import launch, plan
 from cluster.cli.signals import EXIT_HANGUP, EXIT_INTERRUPTED, wake_main_thread
 from cluster.cli.sync import sync
 from cluster.errors import ClusterError, Terminated, UsageError
+from cluster.transport import waits
 
 # Commands import their modules when they run, so that `clusterctl --help` and completion are fast.
 app = typer.Typer(
@@ -101,6 +103,7 @@ def run() -> None:
     By default SIGTERM and SIGHUP would end this process alone, and not what it has started.
     """
     wake_main_thread()
+    waits.show_with(show_wait)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(number, _terminate)

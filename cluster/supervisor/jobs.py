@@ -20,6 +20,7 @@ from cluster.store import JobStore, Outcome, Seen
 from cluster.supervisor import job_state, report
 from cluster.supervisor.job_state import JobView, Verdict
 from cluster.transport import parallel
+from cluster.transport.waits import waiting
 
 POLL_S = 0.4
 #: Time between SIGTERM and SIGKILL after a failure: the ranks have nothing left to save.
@@ -511,10 +512,11 @@ def await_results(job_id: str, records: JobStore) -> None:
 def _await_supervisor(job_id: str, records: JobStore) -> list[str]:
     """Wait until the supervisor in the background exits with the job. Return a sentence if it has not."""
     until = time.monotonic() + _SUPERVISOR_END_S
-    while (watcher := records.watcher(job_id)) and watcher.in_background:
-        if not watcher.is_here or time.monotonic() > until:
-            return [f"its supervisor is still ending: pid {watcher.pid} on {watcher.host}"]
-        time.sleep(POLL_S / 4)
+    with waiting(f"the supervisor of {job_id} to copy its results", _SUPERVISOR_END_S):
+        while (watcher := records.watcher(job_id)) and watcher.in_background:
+            if not watcher.is_here or time.monotonic() > until:
+                return [f"its supervisor is still ending: pid {watcher.pid} on {watcher.host}"]
+            time.sleep(POLL_S / 4)
     return []
 
 

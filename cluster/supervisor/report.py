@@ -200,6 +200,8 @@ def _failure(node: NodeView) -> str:
     if node.phase == "lost":
         return f"{node.name}: lost: {node.note}"
     why = f": {node.note}" if node.note and not node.note.startswith("exit ") else ""
+    if why and node.is_final:  # it has not started, so that nothing of it has exited
+        return f"{node.name}{why}"
     return f"{node.name}: exit {node.exit_code}{_SIGNALS.get(node.exit_code or 0, '')}{why}"
 
 

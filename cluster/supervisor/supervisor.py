@@ -22,6 +22,7 @@ from cluster.supervisor.jobs import FAILED_GRACE_S, Display, Follower
 from cluster.supervisor.launcher import Launcher
 from cluster.supervisor.restarts import Failure
 from cluster.transport import files, parallel, reach
+from cluster.transport.waits import waiting
 
 _RETURN_POLL_S = 3.0
 #: How many polls of the record between two polls of the nodes, while another process restarts the job.
@@ -167,7 +168,9 @@ class Supervisor:
         lost = [node.name for node in view.nodes if node.silent]
         with ThreadPoolExecutor(1) as pool:
             stopping = pool.submit(self._cancel, lost)
-            job = self._on_usable_hosts(lost) if hosts else record.job
+            machines = ", ".join(lost) or "the machines"
+            with waiting(f"{machines} to answer, or others that can run {plan.job_id}", RETURN_S):
+                job = self._on_usable_hosts(lost) if hosts else record.job
             stopping.result()
         attempt = plan.attempt + 1
         if job.hosts and job.hosts[0] == plan.nodes[0].machine and not job.port:

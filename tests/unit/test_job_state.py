@@ -211,3 +211,15 @@ def test_the_rendezvous_timeout_starts_after_the_last_setup():
     view = fold(view, running(), [joining(1, 600.0, reachable=True)], 600.0)
     assert judge(view, 559.0, 60) == "waiting"
     assert judge(view, 561.0, 60) == "late"
+
+
+def test_a_queue_that_has_not_heard_of_the_start_does_not_describe_a_ready_node():
+    """squeue's answer may be some seconds older than the agent's."""
+    view = job_state.start(PLAN, 0.0)
+    waits = [NodeStatus(node.name, "pending", detail="in the queue: Resources") for node in PLAN.nodes]
+    view = job_state.fold(view, waits, [], 1.0)
+    assert (job_state.is_queued(view), job_state.waits_for(view)) == (True, "in the queue: Resources")
+    view = job_state.fold(view, waits, [ready(rank, 2.0) for rank in range(len(PLAN.nodes))], 2.0)
+    assert view.ready_count == len(PLAN.nodes)
+    assert not any("queue" in node.note for node in view.nodes)
+    assert not job_state.is_queued(view)

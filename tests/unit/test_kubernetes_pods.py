@@ -1,13 +1,17 @@
 """The watch of a pod whose kubelet hangs, or misses a deletion. A program in the place of kubectl never answers."""
 
+import json
 import os
 from dataclasses import replace
 
 from cluster.backends.kubernetes import pods
 from cluster.backends.kubernetes.kubectl import Kubectl
+from cluster.backends.kubernetes.manifests import ATTEMPT_LABEL, LAUNCH_LABEL, pod_of
 from cluster.backends.kubernetes.pods import PodWatch
 from cluster.backends.kubernetes.waiting import PodState
-from cluster.spec.model import Job, Machine, Node, NodeStatus, Plan
+from cluster.spec.model import Job, JobRecord, Machine, Node, NodeStatus, Plan, Queue, nodes_of
+from cluster.store import JobStore
+from cluster.supervisor import jobs
 from tests.conftest import wait_until
 
 
@@ -46,3 +50,52 @@ def test_a_kubelet_misses_a_deletion_once_for_each_grace_period(tmp_path, monkey
     assert watch.misses_deletion(replace(deleted, grace_s=2))
     assert not watch.misses_deletion(replace(deleted, grace_s=1))  # it cannot be asked for less
     assert not watch.misses_deletion(replace(deleted, runs=False))
+
+
+def jobs_in(folder, monkeypatch, answer, *names):
+    """Records of jobs in one namespace, and the calls of a program in the place of kubectl."""
+    program, calls = folder / "kubectl", folder / "calls"
+    program.write_text(f'#!/bin/sh\necho "$*" >> {calls}\n{answer}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    login = Machine("kubernetes", "", run_dir="/runs")
+    queue = Queue(login, {"context": "c", "namespace": folder.name})
+    store = JobStore(folder / "state")
+    for name in names:
+        job = Job(name, ("true",), 2, 1, str(folder), image="x:1", queue=queue, launch_id=f"{name:0>16}")
+        store.reserve(JobRecord(Plan(job, 1, "kubernetes", nodes_of(job, login), "x", 1), 0.0, job))
+    return store, calls
+
+
+def test_the_pods_of_all_jobs_in_a_namespace_are_listed_once(tmp_path, monkeypatch):
+    answer = f"cat {tmp_path}/pods.json"
+    store, calls = jobs_in(tmp_path, monkeypatch, answer, "one", "two", "gone", "no-folder")
+    pod = {"status": {"phase": "Pending"}, "spec": {"containers": [{}]}}
+    items = []
+    for record in store:
+        labels = {LAUNCH_LABEL: record.job.launch_id, ATTEMPT_LABEL: "1"}
+        for node in record.plan.nodes if record.job.name in ("one", "two") else ():
+            name = pod_of(record.plan, node)
+            items.append({**pod, "metadata": {"name": name, "uid": name, "labels": labels}})
+    (tmp_path / "pods.json").write_text(json.dumps({"items": items}))
+    for name in ("one", "two", "gone"):
+        (tmp_path / name / "attempt-1").mkdir(parents=True)
+    polled = {each.record.plan.job_id: each for each in jobs.poll_all([*store], store)}
+    assert sum(" get pods " in f" {call} " for call in calls.read_text().splitlines()) == 1
+    states = {"one": "queued", "two": "queued", "gone": "failed", "no-folder": "unreachable"}
+    assert {name: each.state for name, each in polled.items()} == states
+    assert "no-folder: No such file" in polled["no-folder"].reason
+    assert polled["one"].reason == "waits for the scheduler"
+
+
+def test_a_job_in_a_cluster_that_refuses_the_token_is_unreachable_and_says_why(tmp_path, monkeypatch):
+    refuse = "echo 'error: You must be logged in to the server (Unauthorized)' >&2; exit 1"
+    store, _ = jobs_in(tmp_path, monkeypatch, refuse, "expired")
+    (record,) = store
+    store.see(record, "running", {"node-0": "ready", "node-1": "ready"})
+    (polled,) = jobs.poll_all([record], store)
+    assert (polled.state, polled.last_state) == ("unreachable", "running")
+    assert polled.reason == "the cluster does not accept the credentials in the kubeconfig"
+    assert polled.words(polled.since + 180) == "unreachable for 3 min 00 s; running before"
+    (polled,) = jobs.poll_all([replace(record, job=replace(record.job, launch_id="f" * 16))], store)
+    assert polled.last_state == ""  # an earlier job had this name

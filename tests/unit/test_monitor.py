@@ -459,3 +459,33 @@ def test_a_grace_of_half_a_second_lets_a_process_end(tmp_path, monkeypatch):
         monitor.stop(Machine("n0", "", ()), job, 0.5, (), timeout_s=30)
         process.wait(10)
     assert (tmp_path / "ended").exists()
+
+
+def test_the_advice_of_docker_is_not_the_reason(tmp_path):
+    (tmp_path / "n0.pid").write_text("999999999")
+    (tmp_path / "n0.exit").write_text("125 12.5")
+    error = "docker: Error response from daemon: No such image: x:1"
+    for advice in ("See 'docker run --help'.", "\nRun 'docker run --help' for more information"):
+        (tmp_path / "n0.err").write_text(f"{error}\n{advice}\n")
+        assert status_of(tmp_path).detail == error
+
+
+def test_the_arguments_of_very_many_jobs_take_several_commands(monkeypatch, tmp_path):
+    """All of a command is one argument of ssh, of which Linux takes 128 KB."""
+    ran = []
+
+    class Counting(LocalShell):
+        def run(self, argv, **more):
+            ran.append(sum(map(len, argv)))
+            return super().run(argv, **more)
+
+    monkeypatch.setattr(monitor, "reach", lambda node: Counting())
+    plans = [
+        BACKENDS["local"].plan(Job(f"job-{number}", ("x.py",), 4, 1, f"{tmp_path}/{'x' * 200}"), attempt=1, port=20000)
+        for number in range(100)
+    ]
+    found = BACKENDS["local"].observe_all(plans)
+    assert {status.detail for statuses in found for status in statuses} == {"its folder does not exist"}
+    assert len(found) == 100
+    assert len(ran) > 1
+    assert max(ran) < 100_000

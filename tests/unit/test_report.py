@@ -1,6 +1,7 @@
 import copy
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import typer
@@ -227,3 +228,24 @@ def test_every_known_message_is_tested_and_others_have_no_hint():
     texts = {hints.hint(message) for message in MESSAGES}
     assert len(texts) == len(hints.KNOWN) == len(MESSAGES)
     assert hints.hint("ValueError: invalid literal for int()", ["epoch 1"]) == ""
+
+
+def test_an_image_that_cannot_be_pulled_is_the_cause_and_not_an_exit_code():
+    sentence = "the container image x:1 cannot be pulled: manifest unknown"
+    status = NodeStatus("node-0", "exited", 2, sentence, where="n1", is_final=True)
+    view = job_state.start(PLAN, 0.0)
+    job_state.fold(view, [status, *(NodeStatus(node.name, "pending") for node in PLAN.nodes[1:])], [], 1.0)
+    assert report.cause(view, "failed") == f"node-0: {sentence}; n1"
+
+
+def test_the_folder_of_logs_is_named_only_if_it_has_them(tmp_path):
+    plan = BACKENDS["local"].plan(Job("job", ("x.py",), 1, 1, str(tmp_path)), attempt=1, port=20000)
+    assert report.logs_of(plan, every_rank=True) == []
+    folder = Path(plan.attempt_dir)
+    folder.mkdir(parents=True)
+    assert report.logs_of(plan) == []
+    (folder / "node-0.log").touch()
+    assert report.logs_of(plan, every_rank=True) == [f"logs: {folder}"]
+    (folder / "ranks" / "node-0").mkdir(parents=True)
+    (folder / "ranks" / "node-0" / "0.log").touch()
+    assert report.logs_of(plan, every_rank=True) == [f"every rank's log: {folder}"]

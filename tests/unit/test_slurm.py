@@ -584,3 +584,45 @@ def test_the_hint_of_an_inherited_option_is_one_that_the_launch_takes():
         word = shlex.split(re.match("to use it: --set (.*), or ", hint)[1])[0]
         given = BACKENDS["slurm"].settings({}, Request(settings=[word]).given_settings("slurm", BACKENDS))
         assert slurm.inherited(replace(JOB, queue=Queue(LOGIN, given)), [variable], "login") == ([], [])
+
+
+def test_one_command_and_one_squeue_tell_the_states_of_all_jobs_of_a_login_node(site):
+    site.squeue = line("RUNNING", number=7) + "\n" + line("PENDING", number=8, name="second", reason="Resources")
+    words = []
+    for name, number in (("digits", 7), ("second", 8), ("third", 9)):
+        folder = site.runs / name
+        (folder / "attempt-1").mkdir(parents=True)
+        (folder / "submitted").write_text(f"Submitted batch job {number}\n")
+        words += [name, str(folder), "2"]
+        words += [word for rank in (0, 1) for word in (str(folder / "attempt-1"), f"node-{rank}", "")]
+    (site.runs / "digits" / "attempt").write_text("1 n0 n1\n")
+    values = {"most": 100, "format": slurm.FORMAT, "old": 3}
+    lines = site.script("slurm_poll", *words, variables={}, **values).stdout.split("\n")
+    heads = [lines[12 * job : 12 * job + 4] for job in range(3)]
+    states = [found and (found.number, found.state) for found in (slurm.row(head[0]) for head in heads)]
+    assert states == [("7", "RUNNING"), ("8", "PENDING"), None]
+    assert [head[1] for head in heads] == ["1 n0 n1", "", ""]
+    assert sum(words.startswith("squeue") for words, *_ in site.calls()) == 1
+
+
+def test_an_image_that_pyxis_cannot_import_is_named_by_the_error_of_enroot(site):
+    folder = site.runs / "digits"
+    (folder / "attempt-1").mkdir(parents=True)
+    (folder / "submitted").write_text("Submitted batch job 7\n")
+    said = "[ERROR] URL https://r.example/v2/absent/manifests/1 returned error code: 404 Not Found"
+    printed = (
+        "pyxis: importing docker image: absent:1",
+        "slurmstepd: error: pyxis: child 5 failed with error code: 1",
+        "slurmstepd: error: pyxis: failed to import docker image",
+        "slurmstepd: error: pyxis: printing enroot log file:",
+        f"slurmstepd: error: pyxis:     {said}",
+        "slurmstepd: error: pyxis: couldn't start container",
+        "slurmstepd: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1",
+        "srun: error: n0: task 0: Exited with exit code 1",
+    )
+    (folder / "attempt-1" / "srun.err").write_text("\n".join(printed) + "\n")
+    site.squeue = line("FAILED", code="2:0")
+    error = polled(site).stdout.splitlines()[3]
+    why = f"Pyxis cannot start the container: {said.removeprefix('[ERROR] ')}"
+    assert slurm_backend._error(error) == why
+    assert seen(line("FAILED", code="2:0"), error=why)[0].detail == why

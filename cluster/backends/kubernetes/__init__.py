@@ -38,7 +38,7 @@ from cluster.backends.monitor import NodeMonitor, NodeStatuses
 from cluster.errors import ClusterError, LaunchError, NameTakenError, UnreachableError, UsageError
 from cluster.spec.model import WORKDIR, Device, Inventory, Job, JobRecord, Machine, Node, NodeStatus, Plan
 from cluster.spec.traits import NO_NODE_SHELL
-from cluster.transport import Completed, parallel
+from cluster.transport import Completed, parallel, waits
 from cluster.transport.files import Report
 from cluster.transport.process import interruptible
 
@@ -306,6 +306,10 @@ class KubernetesBackend(Backend):
         Raises ClusterError if objects remain. Pods on machines that do not answer are deleted by force: their
         containers end when the machine returns, or by themselves, because a newer attempt runs.
         """
+        with waits.waiting(f"Kubernetes to end the pods of {plan.job_id}", grace_s + _REMOVAL_S):
+            self._cancel(plan, grace_s, only_attempt=only_attempt)
+
+    def _cancel(self, plan: Plan, grace_s: float, *, only_attempt: bool) -> None:
         client, attempt = _client(plan), self._known(plan)
         attempt.retries.due_at = None
         listed = client.get("pods", _selector(plan, all_attempts=not only_attempt))
@@ -382,7 +386,8 @@ class KubernetesBackend(Backend):
         """Delete everything of a launch, and wait for its end. Raises ClusterError."""
         client = _client_of(inventory.settings)
         kinds = [kind for kind in _ALL_KINDS if client.run("auth", "can-i", "delete", kind).out.strip() == "yes"]
-        _delete(client, ",".join(kinds) or "pods", _launch_selector(found.launch_id))
+        with waits.waiting(f"Kubernetes to delete {found.job}", _DELETE_GRACE_S + _REMOVAL_S):
+            _delete(client, ",".join(kinds) or "pods", _launch_selector(found.launch_id))
 
     def problem(self) -> tuple[str, str] | None:
         """Return why this machine has no kubectl, as (message, hint), or None."""
@@ -398,8 +403,12 @@ class KubernetesBackend(Backend):
         listed = pods.Listed(_client(plans[0]), f"--selector={OURS}")
 
         def poll(number: str) -> NodeStatuses:
-            return self._poll(plans[int(number)], listed)
+            try:
+                return self._poll(plans[int(number)], listed)
+            except Exception as error:  # one job hides no other
+                raise monitor.in_words(error) from error
 
+        listed.pods(plans[0])  # an API server that does not answer is silent for all jobs
         return [*parallel.each([str(number) for number in range(len(plans))], poll).values()]
 
     def _poll(self, plan: Plan, listed: "pods.Listed | None" = None) -> NodeStatuses:
