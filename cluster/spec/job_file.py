@@ -1,6 +1,5 @@
 """job.yaml: the keys of a job file, and the Request (request.py) that a file gives. job_text.py writes it. Pure."""
 
-import json
 import shlex
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -154,7 +153,7 @@ def read(text: str, path: str, table: Table) -> dict[str, Any]:
     for name in values.keys() & {each.name for each in table.values() if each.section}:
         del values[name]
         for key, value in (sections[name] or {}).items():
-            text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
+            text = value if isinstance(value, str) else "" if value is None else schema.flow(value)
             settings.append(f"{name}.{key}={text}")
     if settings:
         values["settings"] = settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,48 @@ _TAGS = {
     yaml.SequenceNode: yaml.BaseLoader.DEFAULT_SEQUENCE_TAG,
     yaml.MappingNode: yaml.BaseLoader.DEFAULT_MAPPING_TAG,
 }
+
+
+class Plain(str):
+    """A scalar without quotes. It is a text, except where a section has fields of any type (`typed`)."""
+
+    __slots__ = ()
+
+
+class _Loader(yaml.SafeLoader):
+    """Knows numbers, booleans and null, and no dates, which JSON does not have."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in found if not tag.endswith(":timestamp")]
+    for letter, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def typed(value: Any) -> Any:
+    """Return a value of a file with the types that YAML gives to scalars without quotes."""
+    if isinstance(value, dict):
+        return {name: typed(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [typed(inner) for inner in value]
+    return yaml.load(value, _Loader) if isinstance(value, Plain) and _is_number_or_word(value) else value
+
+
+def _is_number_or_word(text: str) -> bool:
+    """Return whether YAML takes a scalar without quotes for something other than a text."""
+    tag: str = _Loader("").resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
+    return not tag.endswith((":str", ":value", ":merge"))
+
+
+def flow(value: Any) -> str:
+    """Return a value of a file as YAML in one line, in which texts have quotes, and what `typed` converts has none."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(name)}: {flow(inner)}' for name, inner in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(flow, value))}]"
+    if value is None:
+        return "null"
+    return str(value) if isinstance(value, Plain) and _is_number_or_word(value) else json.dumps(value)
 
 
 def _gpus(value: Any) -> Any:
@@ -251,7 +294,9 @@ class Source:
         if isinstance(node, yaml.ScalarNode):
             if "\0" in node.value:  # no path or argument can contain one
                 raise _at(node, "a NUL character is not allowed")
-            return None if node.style is None and node.value in ("", "~", "null") else node.value
+            if node.style is not None:
+                return node.value
+            return None if node.value in ("", "~", "null") else Plain(node.value)
         mapping: dict[str, Any] = {}
         for name, value in node.value:
             if not isinstance(name, yaml.ScalarNode):
@@ -292,7 +337,7 @@ def _translate(error: Any, model: type[Keys], source: Source) -> UsageError:
         return source.error(key, re.sub(r"^--(mount|set|nodes|gpus|grace) ", "", raised.message), raised.hint)
     problem, hint = f"{given!r}: {error['msg'][0].lower()}{error['msg'][1:]}", ""
     if kind == "extra_forbidden":
-        known = list(_model_at(model, key[:-1]).model_fields)
+        known = list(model_at(model, key[:-1]).model_fields)
         problem, hint = "unknown key", near_or_all(str(key[-1]), known)
     elif kind in ("dict_type", "model_type"):
         problem, hint = f"{given!r}: must be keys and values", f"for example: {key[-1]}: {{key: value}}"
@@ -303,7 +348,7 @@ def _translate(error: Any, model: type[Keys], source: Source) -> UsageError:
     return source.error(key, problem, hint)
 
 
-def _model_at(model: type[BaseModel], key: Sequence[str | int]) -> type[BaseModel]:
+def model_at(model: type[BaseModel], key: Sequence[str | int]) -> type[BaseModel]:
     """Return the model of the mapping at a key, for example of `nodes.gpu-a`."""
     for word in key:
         if isinstance(word, str) and word in model.model_fields:

@@ -156,6 +156,37 @@ def test_code_data_and_secrets_arrive_and_changed_files_come_back(start, tmp_pat
     assert {str(path.relative_to(back)) for path in back.rglob("*") if path.is_file()} == {"below/new.txt"}
 
 
+def test_a_pod_has_the_fields_of_the_section_and_runs_beside_a_sidecar(start, kubectl):
+    """An ordinary sidecar, which never ends by itself: Kubernetes 1.20 has no native ones."""
+    kubectl("create", "secret", "generic", "hub", "--namespace=ada", "--from-literal=token=s3cret-value")
+    hosts = [{"key": "kubernetes.io/hostname", "operator": "In", "values": ["n1", "n2"]}]
+    wanted = {"nodeSelectorTerms": [{"matchExpressions": hosts}]}
+    hub = {"name": "HUB", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+    sidecar = {"name": "proxy", "image": DEFAULT_IMAGE, "command": ["sleep", "600"]}
+    spec = {
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": wanted}},
+        "containers": [sidecar, {"name": "node", "env": [hub]}],
+    }
+    command = ("--no-python", "python3", "-c", "import os; print('hub', len(os.environ['HUB']))")
+    try:
+        run = start("fields", command=command, options={"pod": {"spec": spec}}).until_ended()
+        assert run.verdict == "done", run.said
+        assert {("node-0", "hub 12"), ("node-1", "hub 12")} <= {*run.log}
+        (pod, other) = (f"fields-a1-{rank}" for rank in range(2))
+        assert {node_of(kubectl, each) for each in (pod, other)} == {"n1", "n2"}  # they are spread
+        names = kubectl("get", "pod", pod, "--namespace=ada", "--output", "jsonpath={.spec.containers[*].name}")
+        assert names.split() == ["node", "proxy"]
+        assert run.end() == []
+        gone = {"name": "A", "valueFrom": {"secretKeyRef": {"name": "nope", "key": "a"}}}
+        absent = {"pod": {"spec": {"containers": [{"name": "node", "env": [gone]}]}}}
+        with pytest.raises(UsageError, match="the namespace has no Secret nope"):
+            start("absent", options=absent)
+        with pytest.raises(UsageError, match="does not know the field afinity"):
+            start("typo", options={"pod": {"spec": {"afinity": {}}}})
+    finally:
+        kubectl("delete", "secret", "hub", "--namespace=ada")
+
+
 def test_a_job_says_what_it_waits_for_and_starts_then(start, fault):
     for host in ("n0", "n1", "n2"):
         fault("busy", host)

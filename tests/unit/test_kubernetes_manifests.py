@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from cluster.agent import scripts
-from cluster.backends.kubernetes import manifests
+from cluster.backends.kubernetes import manifests, template
 from cluster.errors import UsageError
 from cluster.spec.model import Job, Machine, Mount, Queue
 from tests.conftest import ROOT, wait_until
@@ -58,6 +58,31 @@ ALL_KEYS = {
     "labels": {"team": "1"},
     "annotations": {"example.com/note": "yes"},
     "kueue_queue": "gpus",
+    "pod": {
+        "metadata": {"labels": {"mesh": "no"}},
+        "spec": {
+            "affinity": {
+                "nodeAffinity": {
+                    "requiredDuringSchedulingIgnoredDuringExecution": {
+                        "nodeSelectorTerms": [{"matchExpressions": [{"key": "pool", "operator": "Exists"}]}]
+                    }
+                }
+            },
+            "schedulerName": "fair",
+            "initContainers": [{"name": "mesh", "image": "mesh:1", "restartPolicy": "Always"}],
+            "containers": [
+                {"name": "metrics", "image": "metrics:1"},
+                {
+                    "name": "node",
+                    "env": [{"name": "HUB", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}],
+                    "envFrom": [{"configMapRef": {"name": "common"}}],
+                    "volumeMounts": [{"name": "certificates", "mountPath": "/certificates"}],
+                },
+            ],
+            "volumes": [{"name": "certificates", "configMap": {"name": "certificates"}}],
+            "tolerations": [{"key": "spot", "operator": "Exists"}],
+        },
+    },
     "half_started_s": 5,
 }
 
@@ -68,16 +93,17 @@ def job(options=None, **more):
     return Job(**{**fields, "run_root": "/home/ann/runs", "image": "trainer:0.1", "queue": queue, **more})
 
 
-def everything(**more):
+def everything(pod=None, **more):
     """A job that has something of everything that a manifest may contain."""
     mounts = (Mount("/home/ann/a b", "/home/ann/a b", synced=True), Mount("/mnt/x", "/mnt/x", read_only=False))
     fields = {"device": "cuda", "secrets": ("TOKEN", "KEY"), "mounts": mounts, "env": {"LR": "1e-3"}, "setup": "a\nb"}
     code = {"workdir": "/home/ann/it's", "copies_workdir": True, "says_ready": False, "grace_s": 0.5}
-    return job(ALL_KEYS, **{"nodes": 3, **fields, **code, **more})
+    keys = ALL_KEYS if pod is None else {**ALL_KEYS, "pod": pod}
+    return job(keys, **{"nodes": 3, **fields, **code, **more})
 
 
 def text_of(made, **more):
-    (step,) = manifests.plan(made, **{"attempt": 1, "port": 29500, **more}).steps
+    (step,) = manifests.plan(made, **{"attempt": 1, "port": 29500, "merge": template.merged, **more}).steps
     (text,) = step.files.values()
     return text
 
@@ -119,18 +145,18 @@ def test_what_the_pods_need_is_created_before_them():
 
 
 def test_the_plan_has_the_manifest_and_its_command():
-    plan = manifests.plan(job({"context": "a b", "namespace": "team-a"}), attempt=2, port=29501)
+    plan = manifests.plan(job({"context": "a b", "namespace": "team-a"}), attempt=2, port=29501, merge=template.merged)
     (step,) = plan.steps
     (file,) = step.files
     assert step.argv == ("kubectl", "--context=a b", "--namespace=team-a", "create", "-f", file)
     assert file == "/home/ann/runs/digits/attempt-2/pods.yaml"
     assert [each.name for each in plan.nodes] == ["node-0", "node-1"]
     assert (plan.master_addr, plan.master_port) == ("digits-a2-0.digits-a2", 29501)
-    assert manifests.plan(job(), attempt=1, port=1).steps[0].argv[:2] == ("kubectl", "create")
+    assert manifests.plan(job(), attempt=1, port=1, merge=template.merged).steps[0].argv[:2] == ("kubectl", "create")
 
 
 def test_the_pod_of_a_node_is_known_without_the_other_nodes():
-    plan = manifests.plan(job(), attempt=2, port=1)
+    plan = manifests.plan(job(), attempt=2, port=1, merge=template.merged)
     names = [manifests.pod_of(plan, node) for node in plan.nodes]
     assert names == [each["metadata"]["name"] for each in objects(job(), attempt=2) if each["kind"] == "Pod"]
     rest = replace(plan, nodes=plan.nodes[1:])
@@ -180,7 +206,7 @@ def test_names_are_valid_as_names_of_hosts_and_services(name):
 
 def test_a_name_that_kubernetes_refuses_is_an_error():
     with pytest.raises(UsageError, match="end with a letter or digit"):
-        manifests.plan(job(name="digits-"), attempt=1, port=29500)
+        manifests.plan(job(name="digits-"), attempt=1, port=29500, merge=template.merged)
 
 
 def test_the_agent_is_the_archive_in_the_config_map():
@@ -310,7 +336,7 @@ def test_two_empty_folders_are_two_volumes():
 def test_a_path_that_two_volumes_want_is_an_error():
     made = job({"volumes": [{"path": "/data", "claim": "a"}]}, mounts=(Mount("/x", "/data"),))
     with pytest.raises(UsageError, match="/data would be mounted twice"):
-        manifests.plan(made, attempt=1, port=29500)
+        manifests.plan(made, attempt=1, port=29500, merge=template.merged)
 
 
 DATA = Mount("/home/ann/data", "/data", synced=True)
@@ -360,7 +386,7 @@ def test_a_volume_for_runs_keeps_the_working_directory(mounts):
         assert mounted(pod, "/runs", waiting)[1]["subPath"] == "of ann"
         assert "mkdir -p /runs/digits/workdir " in waiting["command"][-1]
         assert mounted(pod, "/inputs", waiting)[0] == {"emptyDir": {}}
-    text = manifests.plan(made, attempt=1, port=29500).steps[0].files.popitem()[1]
+    text = manifests.plan(made, attempt=1, port=29500, merge=template.merged).steps[0].files.popitem()[1]
     assert "tar -C '/home/ann/my p' -c . | " in text
     assert "exec -i digits-a1-0 -c files -- tar -x -C /runs/digits/workdir\n" in text
 
@@ -483,7 +509,7 @@ def test_kueue_admits_the_pods_of_an_attempt_together():
 
 
 def test_the_remaining_keys_of_the_section_are_fields_of_the_pods():
-    spec = pods(everything())[0]["spec"]
+    spec = pods(everything(pod={}))[0]["spec"]
     assert spec["nodeSelector"] == {"pool": "1"}
     assert (spec["priorityClassName"], spec["runtimeClassName"]) == ("high", "nvidia")
     assert (spec["serviceAccountName"], spec["imagePullSecrets"]) == ("trainer", [{"name": "registry"}])
@@ -498,7 +524,7 @@ def test_the_remaining_keys_of_the_section_are_fields_of_the_pods():
 def test_the_text_is_the_documents_in_blocks(made):
     options = manifests.options_of(made)
     text = text_of(made)
-    assert objects(made) == manifests.documents(made, options, attempt=1, port=29500)
+    assert objects(made) == manifests.documents(made, options, attempt=1, port=29500, merge=template.merged)
     assert text == text_of(made)
     events = list(yaml.parse(text))
     assert not [each for each in events if isinstance(each, yaml.AliasEvent)]
@@ -588,7 +614,9 @@ def test_the_documents_fit_the_schemas_of_five_versions(made):
     documents.append(manifests.secret(made, manifests.options_of(made), dict.fromkeys(made.secrets, "x")))
     found = validate(documents)
     assert len(found) == len(VERSIONS) * 6
-    assert [line for line in found if not line.endswith(" fits")] == []
+    # native sidecars came with 1.28
+    native = r"1\.25 Pod .*\['spec', 'initContainers', 0\] .*\('restartPolicy' was unexpected\)"
+    assert [line for line in found if not line.endswith(" fits") and not re.fullmatch(native, line)] == []
 
 
 def test_a_field_that_no_version_has_does_not_fit():
@@ -623,3 +651,84 @@ def test_an_image_whose_tag_moves_is_pulled_each_time(image, policy):
 
     assert policies() == [policy] * 2
     assert policies({"image_pull_policy": "Never"}) == ["Never"] * 2
+
+
+def test_the_fields_of_a_pod_are_merged_as_kubernetes_merges_them():
+    made = everything()
+    for pod, plain in zip(pods(made), pods(everything(pod={})), strict=True):
+        node_container, sidecar = pod["spec"]["containers"]
+        assert (node_container["name"], sidecar["name"]) == ("node", "metrics")
+        assert [each["name"] for each in pod["spec"]["initContainers"]] == ["mesh", "files"]
+        (before,) = plain["spec"]["containers"]
+        assert node_container["env"][:-1] == before["env"]
+        assert node_container["env"][-1]["name"] == "HUB"
+        assert node_container["envFrom"] == [{"configMapRef": {"name": "common"}}]
+        assert node_container["volumeMounts"][:-1] == before["volumeMounts"]
+        assert [each["name"] for each in pod["spec"]["volumes"]][-1] == "certificates"
+        assert pod["spec"]["volumes"][:-1] == plain["spec"]["volumes"]
+        assert {key: pod["spec"][key] for key in ("hostname", "subdomain")} == {
+            key: plain["spec"][key] for key in ("hostname", "subdomain")
+        }
+        assert pod["metadata"]["labels"] == {**plain["metadata"]["labels"], "mesh": "no"}
+        assert pod["spec"]["schedulerName"] == "fair"
+        assert "nodeAffinity" in pod["spec"]["affinity"]
+
+
+NODE = {"name": "node"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "where", "hint"),
+    [
+        ({"restartPolicy": "Always"}, "spec.restartPolicy", "--max-restarts"),
+        ({"hostname": "a"}, "spec.hostname", "omit it"),
+        ({"subdomain": None}, "spec.subdomain", "omit it"),
+        ({"terminationGracePeriodSeconds": 1}, "spec.terminationGracePeriodSeconds", "--grace"),
+        ({"hostNetwork": True}, "spec.hostNetwork", "host_network: true"),
+        ({"containers": [{**NODE, "image": "other"}]}, "spec.containers.node.image", "--image"),
+        ({"containers": [{**NODE, "command": ["a"]}]}, "spec.containers.node.command", "--command"),
+        ({"containers": [{**NODE, "args": ["a"]}]}, "spec.containers.node.args", "--command"),
+        ({"containers": [{**NODE, "$patch": "delete"}]}, "spec.containers.node", "beside it"),
+        ({"containers": [{"$patch": "replace"}, {"name": "x"}]}, "spec.containers.node", "beside it"),
+        ({"containers": [{**NODE, "env": [{"name": "PET_NNODES", "value": "9"}]}]}, "env.PET_NNODES", "--env"),
+        (
+            {"containers": [{**NODE, "volumeMounts": [{"mountPath": "/clusterctl", "name": "x"}]}]},
+            "spec.containers.node.volumeMounts./clusterctl",
+            "another path",
+        ),
+        ({"containers": [{**NODE, "resources": {"limits": {"nvidia.com/gpu": 8}}}]}, "limits.nvidia.com/gpu", "--gpus"),
+        ({"volumes": [{"name": "agent", "configMap": {"name": "x"}}]}, "spec.volumes.agent", "another name"),
+        ({"volumes": [{"name": "shm", "$patch": "delete"}]}, "spec.volumes.shm", "shared_memory"),
+        ({"initContainers": [{"name": "files", "image": "x"}]}, "spec.initContainers.files", "another name"),
+        ({"containers": [{"image": "x"}]}, "merge key", "needs its name"),
+        ({"containers": "x"}, "spec.containers", "for example"),
+        ({"containers": [{**NODE, "env": "x"}]}, "spec.containers.node.env", "[{name: ...}]"),
+        ({"containers": [{**NODE, "resources": "x"}]}, "limits.nvidia.com/gpu", "--gpus"),
+        ({"volumes": ["x"]}, "", ""),
+        ({"initContainers": None}, "spec.initContainers.files", "another name"),
+    ],
+)
+def test_fields_that_would_break_the_launcher_are_refused(spec, where, hint):
+    mounts = (Mount("/home/ann/a", "/home/ann/a", synced=True),)
+    with pytest.raises(UsageError) as error:
+        pods(job({"pod": {"spec": spec}}, device="cuda", mounts=mounts))
+    assert where in error.value.message
+    assert hint in error.value.hint
+
+
+def test_pods_spread_over_machines_unless_the_section_says_how():
+    ((constraint,), _) = [pod["spec"]["topologySpreadConstraints"] for pod in pods(job(launch_id="ab"))]
+    assert constraint["labelSelector"]["matchLabels"] == {"clusterctl/launch": "ab"}
+    assert (constraint["topologyKey"], constraint["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
+    assert "topologySpreadConstraints" not in pods(job(nodes=1))[0]["spec"]
+    own = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+    for given, expected in (([own], [own]), ([], None)):
+        made = pods(job({"pod": {"spec": {"topologySpreadConstraints": given}}}))
+        assert {str(pod["spec"].get("topologySpreadConstraints") or None) for pod in made} == {str(expected)}
+
+
+def test_without_kubectl_only_a_job_with_fields_of_its_own_has_no_plan(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert pods(job())
+    with pytest.raises(UsageError, match="kubectl is not installed"):
+        pods(job({"pod": {"spec": {"schedulerName": "x"}}}))

@@ -4,6 +4,7 @@ from decimal import Decimal
 
 import pytest
 
+from cluster.backends.kubernetes import manifests
 from cluster.backends.kubernetes.options import Options, amount
 from cluster.errors import UsageError
 from cluster.spec.schema import Keys, Source, json_schema, validate
@@ -27,12 +28,17 @@ def test_a_section_is_the_same_after_it_has_been_stored_as_json():
         tolerations: [{key: pool, value: a, effect: NoExecute, seconds: 60}, {operator: Exists}], runtime_class: nvidia,
         service_account: trainer, image_pull_secrets: [registry],
         image_pull_policy: Always, security_context: {run_as_user: 0}, labels: {team: },
-        annotations: {"example.com/note": "any: text"}, kueue_queue: gpus, half_started_s: 90}"""
+        annotations: {"example.com/note": "any: text"}, kueue_queue: gpus, half_started_s: 90,
+        pod: {metadata: {labels: {a: 1}}, spec: {priority: 5, "schedulerName": "7", x: [yes, 2026-01-01, "no", ~]}}}"""
     section = read(text)
     stored = section.model_dump(mode="json", exclude_unset=True)
     assert set(stored) == set(Options.model_fields)
     assert Options.model_validate(stored) == section
     assert (stored["requests"], stored["labels"]) == ({"cpu": "1.5", "memory": "64Gi"}, {"team": ""})
+    assert stored["pod"] == {
+        "metadata": {"labels": {"a": "1"}},
+        "spec": {"priority": 5, "schedulerName": "7", "x": [True, "2026-01-01", "no", None]},
+    }
     assert (section.security_context.run_as_user, section.runs.is_persistent, Options().runs.is_persistent) == (
         0,
         True,
@@ -106,3 +112,61 @@ def test_each_key_is_described_for_editors():
         for name, field in model["properties"].items():
             assert field.get("description") or schema["$defs"][field["$ref"].rpartition("/")[2]]["description"], name
     assert {"type": "number"} in schema["properties"]["requests"]["additionalProperties"]["anyOf"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "hint"),
+    [
+        ("{pod: {spek: {x: 1}}}", "kubernetes.pod.spek: unknown key", "spec"),
+        ("{pod: {metadata: {name: a}}}", "kubernetes.pod.metadata.name: unknown key", "labels, annotations"),
+        ("{pod: {metadata: {labels: {clusterctl/rank: 7}}}}", "clusterctl sets it", "choose another key"),
+        ("{runs: {clam: a}}", "kubernetes.runs.clam: unknown key", "claim"),
+    ],
+)
+def test_a_hint_lists_the_keys_of_that_level(text, words, hint):
+    with pytest.raises(UsageError) as error:
+        read(text)
+    assert words in error.value.message
+    assert hint in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("pod.spek.x", "did you mean spec?"),
+        ("pod.zork", "use one of: metadata, spec"),
+        ("pod.metadata.name", "use one of: labels, annotations"),
+        ("runs.zork", "use one of: claim, host_path, sub_path"),
+    ],
+)
+def test_a_setting_with_an_unknown_nested_key_names_those_of_its_level(key, hint):
+    for value in ("1", ""):
+        with pytest.raises(UsageError, match="unknown key") as error:
+            manifests.settings({}, {key: value})
+        assert error.value.hint == hint
+
+
+def test_an_empty_setting_unsets_a_key_of_the_section():
+    listed = {
+        "namespace": "a",
+        "priority_class": "high",
+        "limits": {"cpu": "1", "memory": "2Gi"},
+        "pod": {"spec": {"priority": 5, "schedulerName": "x"}},
+    }
+    assert manifests.settings(listed, {"priority_class": "", "namespace": "null"}) == {
+        "limits": listed["limits"],
+        "pod": listed["pod"],
+    }
+    assert manifests.settings(listed, {"limits.cpu": ""})["limits"] == {"memory": "2Gi"}
+    assert manifests.settings(listed, {"limits": "", "pod": ""}) == {"namespace": "a", "priority_class": "high"}
+    assert manifests.settings(listed, {"pod.spec.priority": "~"})["pod"] == {"spec": {"schedulerName": "x"}}
+    assert manifests.settings(listed, {"pod.spec.priority": "'6'"})["pod"]["spec"]["priority"] == "6"
+    assert manifests.settings(listed, {"pod.spec.nodeSelector.a\\.b/c": "d"})["pod"]["spec"]["nodeSelector"] == {
+        "a.b/c": "d"
+    }
+    assert listed["limits"] == {"cpu": "1", "memory": "2Gi"}
+    for key in ("pod", "pod.spec", "runs"):
+        with pytest.raises(UsageError, match=f"--set {key}: must be keys and values"):
+            manifests.settings({}, {key: "x"})
+    with pytest.raises(UsageError, match="spec has no keys"):
+        manifests.settings({"pod": {"spec": "x"}}, {"pod.spec.a": "1"})

@@ -164,3 +164,21 @@ def test_claims_that_several_pods_cannot_mount():
         claims_of(["ReadWriteOncePod"], 3)
     with pytest.raises(UsageError, match="the namespace has no PersistentVolumeClaim data"):
         preflight._claims(Cluster(), asks_for({}, volumes=[{"persistentVolumeClaim": {"claimName": "data"}}]))
+
+
+def test_what_the_fields_of_a_pod_refer_to_must_exist():
+    node = {
+        "name": "node",
+        "env": [
+            {"name": "A", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "a"}}},
+            {"name": "B", "valueFrom": {"configMapKeyRef": {"name": "maybe", "key": "a", "optional": True}}},
+        ],
+        "envFrom": [{"configMapRef": {"name": "common"}}],
+    }
+    projected = {"projected": {"sources": [{"secret": {"name": "token"}}, {"configMap": {"name": "ca"}}]}}
+    volumes = [{"configMap": {"name": "x-a1-agent"}}, {"secret": {"secretName": "tls"}}, projected]
+    init = [{"name": "mesh", "envFrom": [{"secretRef": {"name": "mesh"}}]}]
+    one = {"spec": {"containers": [node], "volumes": volumes, "initContainers": init}}
+    needs = preflight.Needs("x", True, [one], "", secrets=False, own=frozenset({"x-a1-agent"}))
+    assert needs.named("secret") == ["hub", "mesh", "tls", "token"]
+    assert needs.named("configmap") == ["ca", "common"]

@@ -132,3 +132,79 @@ def test_nodes_with_another_image_end_and_are_named(kind):
     ((node, found),) = waiting.different_image("t:latest", states).items()
     assert (node, found.phase, found.exit_code, found.is_final) == ("node-3", "exited", 2, True)
     assert "its image t:latest is fedcba098765, but on node-1 it is 1234567890ab" in found.detail
+
+
+def with_sidecar(case, state, *, node_state=None, kind="initContainers"):
+    """The pod of a case in which Kubernetes (or an admission webhook) has added the sidecar mesh.
+
+    The shape is that of Kubernetes 1.29; the recorded pods are from 1.20, which has no native sidecars.
+    """
+    pod = deepcopy(PODS[case]["pod"])
+    native = {"restartPolicy": "Always"} if kind == "initContainers" else {}
+    statuses = {"initContainers": "initContainerStatuses", "containers": "containerStatuses"}[kind]
+    pod["spec"].setdefault(kind, []).insert(0, {"name": "mesh", "image": "mesh:1", **native})
+    pod["status"].setdefault(statuses, []).insert(0, {"name": "mesh", "image": "mesh:1", "state": state})
+    if node_state is not None:
+        (node,) = (each for each in pod["status"]["containerStatuses"] if each["name"] == "node")
+        node["state"] = node_state
+    return pod
+
+
+RUNS = {"running": {"startedAt": "2026-11-28T10:00:00Z"}}
+FAILS = {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}}
+
+
+def pull_event(container, image, kind="containers"):
+    return {
+        "reason": "Failed",
+        "message": f'Failed to pull image "{image}": rpc error: code = Unknown desc = {image} not found',
+        "involvedObject": {"fieldPath": f"spec.{kind}{{{container}}}"},
+        "count": 1,
+    }
+
+
+def test_a_sidecar_that_runs_is_not_a_wait_for_files():
+    creating = {"waiting": {"reason": "PodInitializing"}}
+    found = observed("", with_sidecar("mount", RUNS, node_state=creating), [])
+    assert (found.receives, found.status.detail) == (False, "its container is being created")
+    found = observed("", with_sidecar("files", RUNS), [])  # beside ours, which runs, too
+    assert (found.receives, found.status.detail) == (True, "waits for its files")
+    assert observed("", with_sidecar("running", RUNS), []).runs
+    pod = with_sidecar("files", RUNS)
+    pod["spec"]["initContainers"] = [{"name": "fetch"}]
+    pod["status"]["initContainerStatuses"] = [{"name": "fetch", "state": RUNS}]
+    found = observed("", pod, [])
+    assert (found.receives, found.status.detail) == (False, "its init container fetch runs")
+
+
+@pytest.mark.parametrize("kind", ["initContainers", "containers"])
+def test_the_image_that_cannot_be_pulled_is_named(kind):
+    ours = PODS["pull"]["pod"]["spec"]["containers"][0]["image"]
+    events = [pull_event("mesh", "mesh:1", kind), pull_event("node", ours)]
+    found = observed("", with_sidecar("pull", RUNS, node_state=FAILS, kind=kind), events)
+    assert f"image {ours} cannot be pulled: {ours} not found" in found.status.detail
+    assert "mesh" not in found.status.detail
+    creating = {"waiting": {"reason": "PodInitializing"}}
+    found = observed("", with_sidecar("pull", FAILS, node_state=creating, kind=kind), events)
+    assert "its container mesh: the container image mesh:1 cannot be pulled: mesh:1 not found" in found.status.detail
+    assert ours not in found.status.detail
+    pulling = [{**pull_event("mesh", "", kind), "reason": "Pulling", "message": "Pulling image"}]
+    found = observed("", with_sidecar("pull", creating, node_state=creating, kind=kind), pulling)
+    assert found.status.detail == "pulls the container image mesh:1"
+
+
+def test_a_sidecar_that_exits_does_not_end_its_node():
+    ended = {"terminated": {"exitCode": 3, "reason": "Error"}}
+    creating = {"waiting": {"reason": "PodInitializing"}}
+    for kind in ("initContainers", "containers"):
+        assert observed("", with_sidecar("running", ended, kind=kind), []).runs
+        assert observed("", with_sidecar("pull", ended, node_state=creating, kind=kind), []).status.phase == "pending"
+    loops = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}}
+    found = observed("", with_sidecar("pull", loops, node_state=creating), [])
+    assert (found.status.phase, found.is_final) == ("pending", False)
+    assert (
+        found.status.detail == "its container mesh: it exits again and again: back-off 10s restarting failed container"
+    )
+    pod = with_sidecar("pull", ended, node_state=creating)
+    del pod["spec"]["initContainers"][0]["restartPolicy"]  # an ordinary init container
+    assert observed("", pod, []).status.phase == "exited"

@@ -23,7 +23,7 @@ from rich.filesize import decimal
 from cluster.agent import scripts
 from cluster.backends import monitor, script
 from cluster.backends.base import Backend, FoundJob
-from cluster.backends.kubernetes import discover, files, kubectl, manifests, pods, preflight, waiting
+from cluster.backends.kubernetes import discover, files, kubectl, manifests, pods, preflight, template, waiting
 from cluster.backends.kubernetes.kubectl import ForbiddenError, Kubectl, NodeSilentError, NotFoundError, QuotaError
 from cluster.backends.kubernetes.manifests import (
     ATTEMPT_LABEL,
@@ -181,7 +181,7 @@ class KubernetesBackend(Backend):
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step: the manifest, and the command that creates its objects."""
-        return manifests.plan(job, attempt=attempt, port=port)
+        return manifests.plan(job, attempt=attempt, port=port, merge=template.merged)
 
     def check(self, job: Job, plan: Plan) -> None:
         """Check rights, names, GPUs and quota, and let the server check the manifest. Create nothing.
@@ -197,6 +197,7 @@ class KubernetesBackend(Backend):
             _text(plan),
             secrets=bool(plan.job.secrets),
             gpu_resource=manifests.options_of(job).gpu_resource,
+            own=frozenset(each["metadata"]["name"] for each in _documents(plan) if each["kind"] == "ConfigMap"),
         )
         self._skipped[plan.job_id] = preflight.check(_client(plan), needs)
 

@@ -132,6 +132,12 @@ _RULES = (
         ContainerEndedError,
         "its container has ended",
     ),
+    _Rule(
+        r'unknown field "([^"]+)"',
+        UsageError,
+        "the cluster does not know the field {0}",
+        "correct it under pod in the section kubernetes; kubectl explain pod.spec lists the fields",
+    ),
     _Rule(r"AlreadyExists|already exists", NameTakenError, "{all}", "choose another --name, or clusterctl gc"),
     _Rule(r"NotFound|not found", NotFoundError, "{all}"),
     _Rule(

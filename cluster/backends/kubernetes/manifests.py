@@ -9,7 +9,7 @@ import math
 import re
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,11 @@ from cluster.backends import script
 from cluster.backends.kubernetes.options import Options, SecurityContext
 from cluster.errors import UsageError, near_or_all
 from cluster.spec.model import WORKDIR, Job, Mount, Node, Plan, Step, nodes_of
+from cluster.spec.schema import Source, model_at
 
 Document = dict[str, Any]
+#: Merges fields into pods, in which a container has this name.
+Merge = Callable[[Sequence[Document], Mapping[str, Any], str], list[Document]]
 
 #: The labels of all objects of a job, of those of an attempt, and of a node's pod. The launch ID finds them. Names are
 #: for people, who may use one again.
@@ -44,7 +47,7 @@ _AGENT = f"{_AGENT_FOLDER}/agent.pyz"
 #: they would otherwise be lost.
 _HOLD_S = {True: 600, False: 120}
 #: The settings that are mappings: `limits.memory` is a key in one of them.
-_NESTED = ("runs", "requests", "limits", "devices", "node_selector", "security_context", "labels", "annotations")
+_NESTED = ("pod", "runs", "requests", "limits", "devices", "node_selector", "security_context", "labels", "annotations")
 #: Without the trap, a shell with process ID 1 ignores SIGTERM.
 _WAIT = f"trap 'exit 143' TERM; until [ -e {COMPLETE} ]; do sleep 0.2; done"
 #: As _WAIT, and until the first pod has filled the folder that all share: then the same text is in both files.
@@ -57,37 +60,42 @@ _QUEUE_LABEL, _GROUP_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/pod-gr
 _GROUP_COUNT, _GROUP_RETRIES = "kueue.x-k8s.io/pod-group-total-count", "kueue.x-k8s.io/retriable-in-group"
 
 
-def plan(job: Job, *, attempt: int, port: int) -> Plan:
-    """Return a plan with one step: the manifest, and the command that creates its objects. Raises UsageError."""
+def plan(job: Job, *, attempt: int, port: int, merge: Merge) -> Plan:
+    """Return a plan with one step: the manifest, and the command that creates its objects. Raises UsageError.
+
+    `merge` returns the pods with the section's key `pod`: `template.merged`, which runs kubectl.
+    """
     assert job.queue is not None
     options = options_of(job)
     nodes = nodes_of(job, job.queue.login)
     made = Plan(job, attempt, "kubernetes", nodes, master(job, attempt), port)
     file = f"{made.attempt_dir}/pods.yaml"
     head = comment(job, options, attempt=attempt)
-    text = render(documents(job, options, attempt=attempt, port=port), head)
+    text = render(documents(job, options, attempt=attempt, port=port, merge=merge), head)
     return replace(made, steps=(Step("kubernetes", {file: text}, (*kubectl(options), "create", "-f", file)),))
 
 
 def settings(listed: Mapping[str, Any], given: Mapping[str, str]) -> Mapping[str, Any]:
     """Return the section `kubernetes` with the settings of the command line, by keys such as `limits.memory`.
 
-    Their values are YAML. Raises UsageError for an invalid one.
+    Their values are YAML; an empty one, or null, unsets the key. Raises UsageError for an invalid one.
     """
-    import yaml
     from pydantic import ValidationError
 
     merged: dict[str, Any] = dict(listed)
     for key, text in given.items():
         try:
-            value = yaml.load(text, yaml.BaseLoader)  # texts stay texts, as in cluster.yaml
-        except yaml.YAMLError as error:
+            value = Source(text, key).data  # texts stay texts, as in cluster.yaml
+        except UsageError as error:
             raise UsageError(f"--set {key}={text}: not YAML", "quote it as for a shell") from error
-        *outer, last = key.split(".", 1) if key.partition(".")[0] in _NESTED else [key]
-        inner = merged
+        inner, (*outer, last) = merged, _words(key)
         for word in outer:
+            if not isinstance(inner.get(word) or {}, dict):
+                raise UsageError(f"--set {key}: {word} has no keys", f"set it as a whole: --set {word}=VALUE")
             inner[word] = inner = dict(inner.get(word) or {})
         inner[last] = value
+        if value is None and last in (_keys_at(outer) or inner):
+            del inner[last]
     try:
         made = Options.model_validate(merged)
     except ValidationError as error:
@@ -96,9 +104,29 @@ def settings(listed: Mapping[str, Any], given: Mapping[str, str]) -> Mapping[str
         if isinstance(raised, UsageError):
             raise UsageError(f"--set {where}: {raised.message}", raised.hint) from None
         if first["type"] == "extra_forbidden":
-            raise UsageError(f"--set {where}: unknown key", near_or_all(where, list(Options.model_fields))) from None
+            *above, wrong = first["loc"]
+            hint = near_or_all(str(wrong), list(model_at(Options, above).model_fields))
+            raise UsageError(f"--set {where}: unknown key", hint) from None
+        if first["type"] in ("dict_type", "model_type"):
+            raise UsageError(
+                f"--set {where}: must be keys and values", f"for example: --set {where}.key=value"
+            ) from None
         raise UsageError(f"--set {where}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
     return made.model_dump(mode="json", exclude_defaults=True)
+
+
+def _words(key: str) -> list[str]:
+    """Return the path that a key of --set names. A dot in a word below `pod` is written as `\\.`."""
+    outer, _, _ = key.partition(".")
+    if outer == "pod":
+        return [word.replace("\\.", ".") for word in re.split(r"(?<!\\)\.", key)]
+    return key.split(".", 1) if outer in _NESTED else [key]
+
+
+def _keys_at(outer: Sequence[str]) -> list[str] | None:
+    """Return the keys of a mapping in the section, None for one that takes any."""
+    models = [model_at(Options, outer[:end]) for end in range(len(outer) + 1)]
+    return list(models[-1].model_fields) if len({*models}) == len(models) else None
 
 
 def options_of(job: Job) -> Options:
@@ -114,7 +142,7 @@ def kubectl(options: Options) -> tuple[str, ...]:
     return ("kubectl", *context, *namespace)
 
 
-def documents(job: Job, options: Options, *, attempt: int, port: int) -> list[Document]:
+def documents(job: Job, options: Options, *, attempt: int, port: int, merge: Merge) -> list[Document]:
     """Return the objects of an attempt, in the order in which they are created. Raises UsageError."""
     if job.name.endswith("-"):
         raise UsageError(f"--name {job.name}: names of Kubernetes end with a letter or digit", "omit the last '-'")
@@ -128,7 +156,9 @@ def documents(job: Job, options: Options, *, attempt: int, port: int) -> list[Do
     agent = _object("ConfigMap", agent_name(job, attempt), options, labels(job, attempt))
     # in lines, as kubectl itself prints it
     agent["binaryData"] = {"agent.pyz": textwrap.fill(base64.b64encode(scripts.archive()).decode(), 120) + "\n"}
-    return [agent, service, *(_pod(job, options, rank, attempt=attempt, port=port) for rank in range(job.nodes))]
+    pods = [_pod(job, options, rank, attempt=attempt, port=port) for rank in range(job.nodes)]
+    patch = options.pod.model_dump(mode="json", exclude_defaults=True)
+    return [agent, service, *(merge(pods, patch, NODE_CONTAINER) if patch else pods)]
 
 
 def secret(job: Job, options: Options, values: Mapping[str, str]) -> Document:
@@ -256,6 +286,7 @@ def _pod(job: Job, options: Options, rank: int, *, attempt: int, port: int) -> D
         "imagePullSecrets": [{"name": secret} for secret in options.image_pull_secrets],
         "nodeSelector": dict(options.node_selector),
         "tolerations": _tolerations(job, options),
+        "topologySpreadConstraints": [] if "topologySpreadConstraints" in options.pod.spec else _spread(job),
         "securityContext": _pod_security(options.security_context),
         "terminationGracePeriodSeconds": math.ceil(job.grace_s + contract.GRACE_MARGIN_S),
         "initContainers": [_files_container(job, options)] if inputs(job) else [],
@@ -354,6 +385,14 @@ def _tolerations(job: Job, options: Options) -> list[Document]:
         fields: Document = {"key": each.key, "operator": operator, "value": each.value, "effect": each.effect}
         made.append(_given({**fields, "tolerationSeconds": each.seconds}))
     return made
+
+
+def _spread(job: Job) -> list[Document]:
+    """Return the constraint that spreads the pods over machines; without enough machines, they share some."""
+    if job.nodes == 1:
+        return []
+    constraint = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+    return [{**constraint, "labelSelector": {"matchLabels": {LAUNCH_LABEL: job.launch_id}}}]
 
 
 def _volumes(job: Job, options: Options, attempt: int) -> tuple[list[Document], list[Document]]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
 from cluster.errors import UsageError
-from cluster.spec.schema import Keys, Text
+from cluster.spec.schema import Keys, Text, typed
 
 #: Labels and annotations that clusterctl sets itself.
 OUR_KEYS = ("clusterctl/", "app.kubernetes.io/managed-by", "kueue.x-k8s.io/")
@@ -194,6 +194,24 @@ class SecurityContext(Keys):
     )
 
 
+class PodMetadata(Keys):
+    """Labels and annotations of the pods alone."""
+
+    labels: dict[UserKey, LabelValue] = Field(default={}, description="Labels of the pods.")
+    annotations: dict[UserKey, Text] = Field(default={}, description="Annotations of the pods.")
+
+
+class Pod(Keys):
+    """Any other field of a pod, as in its manifest. It is merged into the pods of a job as `kubectl patch` does it."""
+
+    metadata: PodMetadata = Field(default_factory=PodMetadata)
+    spec: Annotated[dict[str, Any], BeforeValidator(typed)] = Field(
+        default={},
+        description="Fields of a PodSpec. Lists such as containers, volumes and env merge by name, so the container "
+        "node, which runs the ranks, gets further fields: containers: [{name: node, ...}].",
+    )
+
+
 class Options(Keys):
     """Where and how the pods of a job run on a Kubernetes cluster."""
 
@@ -252,6 +270,10 @@ class Options(Keys):
         "with the tag latest, so that a job gets what was pushed last, and otherwise `IfNotPresent`.",
     )
     security_context: SecurityContext = Field(default_factory=SecurityContext)
+    pod: Pod = Field(
+        default_factory=Pod,
+        description="Any other field of the pods, merged into their manifests, for example {spec: {affinity: ...}}.",
+    )
     labels: dict[UserKey, LabelValue] = Field(default={}, description="Labels of all objects of a job.")
     annotations: dict[UserKey, Text] = Field(default={}, description="Annotations of all objects of a job.")
     kueue_queue: ObjectName | None = Field(

@@ -41,6 +41,8 @@ class Needs:
     secrets: bool
     #: The resource of which --gpus is the number.
     gpu_resource: str = ""
+    #: The names of the ConfigMaps that the plan creates.
+    own: frozenset[str] = frozenset()
 
     def named(self, kind: str) -> list[str]:
         """Return the names of the objects of a kind that the pods need, and that the job does not create itself."""
@@ -49,20 +51,13 @@ class Needs:
             spec = pod["spec"]
             if kind == "persistentvolumeclaim":
                 found |= {each[_CLAIM]["claimName"] for each in spec.get("volumes", ()) if _CLAIM in each}
-            elif kind == "secret":
-                found |= {each["secret"]["secretName"] for each in spec.get("volumes", ()) if "secret" in each}
-                found |= {each["name"] for each in spec.get("imagePullSecrets", ())}
-                found |= {
-                    each["valueFrom"]["secretKeyRef"]["name"]
-                    for container in spec["containers"]
-                    for each in container.get("env", ())
-                    if "secretKeyRef" in each.get("valueFrom", {})
-                }
+            elif kind in ("secret", "configmap"):
+                found |= _referred(spec, kind)
             elif kind == "priorityclass":
                 found |= {spec["priorityClassName"]} if spec.get("priorityClassName") else set()
             elif kind == "serviceaccount":
                 found |= {spec["serviceAccountName"]} if spec.get("serviceAccountName") else set()
-        return sorted(found - {f"{self.job}-secrets"})
+        return sorted(found - {f"{self.job}-secrets"} - self.own)
 
     @property
     def devices(self) -> dict[str, int]:
@@ -74,6 +69,20 @@ class Needs:
 
 
 _CLAIM = "persistentVolumeClaim"
+
+
+def _referred(spec: Mapping[str, Any], kind: str) -> set[str]:
+    """Return the names of the Secrets or ConfigMaps without which the pod's containers do not start."""
+    refs = list(spec.get("imagePullSecrets", ())) if kind == "secret" else []
+    word = "secret" if kind == "secret" else "configMap"
+    for volume in spec.get("volumes", ()):
+        sources = (volume, *volume.get("projected", {}).get("sources", ()))
+        refs += [{"name": each[word].get("secretName"), **each[word]} for each in sources if word in each]
+    for container in (*spec.get("initContainers", ()), *spec["containers"]):
+        refs += [each[f"{word}Ref"] for each in container.get("envFrom", ()) if f"{word}Ref" in each]
+        froms = [each.get("valueFrom", {}) for each in container.get("env", ())]
+        refs += [each[f"{word}KeyRef"] for each in froms if f"{word}KeyRef" in each]
+    return {str(each["name"]) for each in refs if each.get("name") and not each.get("optional")}
 
 
 def check(kubectl: Kubectl, needs: Needs) -> list[str]:
@@ -88,7 +97,8 @@ def check(kubectl: Kubectl, needs: Needs) -> list[str]:
         lambda: _quota(kubectl, needs),
         lambda: _priority(kubectl, needs),
         lambda: _claims(kubectl, needs),
-        lambda: _named(kubectl, needs, "secret", "Secret", "image_pull_secrets:"),
+        lambda: _named(kubectl, needs, "secret", "Secret", "image_pull_secrets: or pod:"),
+        lambda: _named(kubectl, needs, "configmap", "ConfigMap", "pod:"),
         lambda: _named(kubectl, needs, "serviceaccount", "ServiceAccount", "service_account:"),
     ]
     _rights(kubectl, needs)  # first: without them the others fail, too

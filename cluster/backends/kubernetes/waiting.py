@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from cluster import contract
+from cluster.backends.kubernetes.manifests import FILES_CONTAINER, NODE_CONTAINER
 from cluster.runtimes import short_id
 from cluster.spec.model import NodeStatus
 
@@ -72,6 +73,8 @@ def _no_image(message: str, tries: int) -> bool:
     return tries >= PULL_TRIES or bool(_NO_IMAGE.search(message))
 
 
+#: The lists of a pod's containers.
+_KINDS = ("initContainers", "containers")
 #: What to do about machines that have different images of one name.
 _SAME_IMAGE = "--set image_pull_policy=Always gets the newest everywhere, --image NAME@sha256:DIGEST one and the same"
 _IMAGE = "the container image {image} cannot be pulled: {message}"
@@ -83,6 +86,7 @@ _WAITING = {
     "ImageInspectError": _Reason("the container image {image} cannot be read: {message}", _always),
     "CreateContainerConfigError": _Reason("its container cannot be configured: {message}", _always),
     "CreateContainerError": _Reason("its container cannot be created: {message}", _always),
+    "CrashLoopBackOff": _Reason("it exits again and again: {message}"),
     "RunContainerError": _Reason("its container cannot be started: {message}", _always),
 }
 #: Events that explain why a container is still being created.
@@ -196,30 +200,41 @@ def _waiting(node: str, pod: Document, events: Sequence[Document], host: str) ->
     scheduled = _condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
         return _unscheduled(node, scheduled)
-    image = pod["spec"]["containers"][0].get("image", "")
+    images = {each["name"]: each.get("image", "") for kind in _KINDS for each in pod["spec"].get(kind, ())}
     for container in _containers(pod):
-        waiting = container.get("state", {}).get("waiting", {})
+        waiting, image = container.get("state", {}).get("waiting", {}), images.get(container["name"], "")
         if reason := _WAITING.get(waiting.get("reason", "")):
             message, tries = waiting.get("message", ""), 1
-            if "Image" in waiting["reason"] and (pulls := _events(events, "Failed", "Failed to pull image")):
+            own = _events_of(events, container["name"])
+            if "Image" in waiting["reason"] and (pulls := _events(own, "Failed", "Failed to pull image")):
                 message, tries = _last(pulls), _count(pulls)  # ImagePullBackOff does not repeat the reason
-            return _state(node, reason, host, image=image, message=message, tries=tries)
-        if "terminated" in container.get("state", {}) and container["state"]["terminated"].get("exitCode"):
-            return PodState(_exited(node, container["state"]["terminated"], host), host=host)
-    if any("running" in each.get("state", {}) for each in pod["status"].get("initContainerStatuses", ())):
-        return PodState(NodeStatus(node, "pending", detail="waits for its files", where=host), host=host, receives=True)
+            return _state(node, reason, host, image=image, message=message, tries=tries, name=container["name"])
+    if ended := _terminated(pod):
+        return PodState(_exited(node, ended, host), host=host)
+    sidecars = _sidecars(pod)
+    for each in pod["status"].get("initContainerStatuses", ()):
+        if "running" in each.get("state", {}) and each["name"] not in sidecars:
+            is_ours = each["name"] == FILES_CONTAINER
+            detail = "waits for its files" if is_ours else f"its init container {each['name']} runs"
+            return PodState(NodeStatus(node, "pending", detail=detail, where=host), host=host, receives=is_ours)
     for name, reason in _CREATING.items():
         if found := [each for each in _events(events, name) if not _NO_REASON.search(str(each.get("message")))]:
-            return _state(node, reason, host, image=image, message=_last(found), tries=_count(found))
+            return _state(node, reason, host, image="", message=_last(found), tries=_count(found))
     detail = "its container is being created" if host else "waits for the scheduler"
-    if _events(events, "Pulling") and not _events(events, "Pulled"):
-        detail = f"pulls the container image {image}"
+    for name, image in images.items():
+        own = _events_of(events, name)
+        if _events(own, "Pulling") and not _events(own, "Pulled"):
+            detail = f"pulls the container image {image}"
     return PodState(NodeStatus(node, "pending", detail=detail, where=host), host=host)
 
 
-def _state(node: str, reason: _Reason, host: str, *, image: str, message: str, tries: int) -> PodState:
+def _state(
+    node: str, reason: _Reason, host: str, *, image: str, message: str, tries: int, name: str = NODE_CONTAINER
+) -> PodState:
     text = _NOISE.sub("", message).strip() or "no reason was given"
     sentence, is_final = reason.sentence.format(image=image, message=text), reason.is_final(message, tries)
+    if name not in (NODE_CONTAINER, FILES_CONTAINER):
+        sentence = f"its container {name}: {sentence}"
     if is_final:  # the same request would fail again
         return PodState(_refused(node, sentence, host), is_final=True, host=host)
     return PodState(NodeStatus(node, "pending", detail=sentence, where=host), host=host)
@@ -259,10 +274,12 @@ def _ended(node: str, pod: Document) -> NodeStatus:
 
 
 def _terminated(pod: Document) -> Document | None:
-    """Return how the node's container, or an init container that failed, ended."""
+    """Return how the node's container, or an init container that failed, ended. Sidecars do not end a node."""
+    sidecars = _sidecars(pod)
     for container in (_container(pod), *pod["status"].get("initContainerStatuses", ())):
         ended: Document | None = container.get("state", {}).get("terminated")
-        if ended and (container.get("name") == "node" or ended.get("exitCode")):
+        is_sidecar = container.get("name") in sidecars
+        if ended and not is_sidecar and (container.get("name") == NODE_CONTAINER or ended.get("exitCode")):
             return ended
     return None
 
@@ -301,8 +318,19 @@ def _containers(pod: Document) -> list[Document]:
     return [*pod["status"].get("initContainerStatuses", ()), *pod["status"].get("containerStatuses", ())]
 
 
+def _sidecars(pod: Document) -> set[str]:
+    """Return the names of the native sidecars (Kubernetes 1.28): init containers that run as long as the pod."""
+    return {each["name"] for each in pod["spec"].get("initContainers", ()) if each.get("restartPolicy") == "Always"}
+
+
+def _events_of(events: Sequence[Document], container: str) -> list[Document]:
+    """Return the events about a container, and those that name none."""
+    paths = ("", *(f"spec.{kind}{{{container}}}" for kind in _KINDS))
+    return [each for each in events if each.get("involvedObject", {}).get("fieldPath", "") in paths]
+
+
 def _container(pod: Document) -> Document:
-    return next((each for each in pod["status"].get("containerStatuses", ()) if each.get("name") == "node"), {})
+    return next((each for each in pod["status"].get("containerStatuses", ()) if each.get("name") == NODE_CONTAINER), {})
 
 
 def _reason(container: Document) -> str:
