@@ -21,7 +21,7 @@ from cluster.agent import scripts
 from cluster.backends import monitor, preflight, script
 from cluster.backends.base import Backend, FoundJob
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
-from cluster.runtimes import DOCKER
+from cluster.runtimes import DOCKER, engine_options
 from cluster.spec.defaults import how_to_get
 from cluster.spec.model import (
     CACHE,
@@ -54,7 +54,7 @@ class ComposeBackend(Backend):
     """One container per node on the engine of this machine."""
 
     name, machines, in_containers = "compose", "here", True
-    supports = frozenset({"--image", "--mount", "--build", "--wait", "unequal nodes"})
+    supports = frozenset({"--image", "--mount", "--build", "--wait", "--run-option", "unequal nodes"})
     refusals: ClassVar[Mapping[str, str]] = {"--prologue": NO_NODE_SHELL}
     engines = (DOCKER.name,)
 
@@ -231,10 +231,13 @@ class ComposeBackend(Backend):
 def render(job: Job, nodes: Sequence[Node], *, attempt: int, port: int, agent: str) -> str:
     """Return the compose file: what all nodes share, then one service per node; `agent` is a path of this machine."""
     command = [_escaped(word) for word in (job.python, AGENT, *job.command)]
-    services = ""
+    services, added = "", engine_options.service_keys(job.run_options)
     for rank, node in enumerate(nodes):
         own = {"container_name": f"{job.name}-{node.name}", "hostname": node.name}
-        own |= gpu_reservation(node) if job.device != "cpu" and node.gpus else {}
+        reserved = gpu_reservation(node) if job.device != "cpu" and node.gpus else {}
+        if "ulimits" in reserved and "ulimits" in added:
+            reserved["ulimits"] |= added["ulimits"]
+        own |= reserved
         services += f"  {node.name}:\n    <<: *node\n{_yaml(own, 4)}"
         services += f"    environment:\n      <<: *environment\n{_yaml(_own_environment(job, nodes, rank), 6)}"
     return (
@@ -278,6 +281,7 @@ def _node(job: Job, agent: str) -> dict[str, Any]:
         "ipc": "host",  # dataloader workers need more than the 64 MB of /dev/shm that a container has
         "stop_grace_period": f"{math.ceil(job.grace_s)}s",
         "labels": _labels(job),
+        **engine_options.service_keys(job.run_options),
     }
 
 

@@ -149,7 +149,7 @@ class SshBackend(HostsBackend):
     name, machines = "ssh", "listed"
     supports = frozenset(
         {"--spares", "--nodes MIN:MAX", "--image", "--mount", "--build", "--push", "--wait", "--prologue"}
-    ) | {"unequal nodes", "image push", "sync"}
+    ) | {"--run-option", "unequal nodes", "image push", "sync"}
 
     def fits(self, runtime: Runtime) -> bool:
         """Return whether the runtime needs no job step of a scheduler."""

@@ -53,7 +53,7 @@ class SlurmBackend(Backend):
     name, machines = "slurm", "assigned"
     has_login_node = requeues = True
     supports = frozenset({"--image", "--mount", "--set", "--array", "image push", "sync"})
-    supports |= {"--partition", "--account", "--qos", "--time", "--prologue"}
+    supports |= {"--partition", "--account", "--qos", "--time", "--prologue", "--run-option"}
     flags = frozenset(slurm.FLAGS)
     refusals: ClassVar[Mapping[str, str]] = {
         "unequal nodes": "Slurm chooses the machines, so all nodes get the same number",

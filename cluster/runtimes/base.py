@@ -19,6 +19,8 @@ class Runtime(ABC):
     inside = False
     #: The engine whose containers may outlive the node's script, or "". A runtime without one needs the backend slurm.
     engine = ""
+    #: Whether it takes the options of `docker run` that a job adds.
+    takes_run_options = False
     #: Whether the image is a file on the shared disk.
     image_is_file = False
     #: Whether its script needs `names`, the variables that the container gets.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cluster import contract
 from cluster.agent import scripts
+from cluster.runtimes import engine_options
 from cluster.runtimes.base import Runtime
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class ContainerRuntime(Runtime):
     without root, its containers may not be reachable for peers.
     """
 
+    takes_run_options = True
     script = "runtimes/docker.sh"
     page: str
     info: str
@@ -50,7 +52,7 @@ class ContainerRuntime(Runtime):
             words += ["--workdir", job.workdir]
         for name in names:
             words += ["--env", name]
-        return (*words, job.image)
+        return (*words, *engine_options.words(job.run_options), job.image)
 
     def exec(self, job: Job, node: Node, mounts: Sequence[Mount], *, tty: bool) -> tuple[str, ...]:
         """Return `docker exec` with the name that runtimes/docker.sh gives the container."""

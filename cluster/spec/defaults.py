@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 
 from cluster import contract
 from cluster.errors import UsageError, near_or_all
-from cluster.runtimes import RUNTIMES
+from cluster.runtimes import RUNTIMES, engine_options
 from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Job, Machine, Mount, Procs, Queue, and_list
 from cluster.spec.request import Request
 from cluster.spec.traits import Table, Traits
@@ -135,6 +135,7 @@ def job(
         pass_env=inventory.pass_env if inventory else _pass_env(here) if is_here and in_containers else PASS_ENV,
         secrets=secrets,
         mounts=() if in_containers is False else (*dict.fromkeys([*(inventory.mounts if inventory else ()), *mounts]),),
+        run_options=_run_options(request, (*hosts, *spares, *([queue.login] if queue else []))),
         port=_port(request.master_port),
         timeout_s=request.timeout_s,
         says_ready=not request.command,
@@ -188,6 +189,7 @@ def _refuse_unsupported(request: Request, backend: Traits, table: Table, *, is_r
             hint += f"; an option that takes none: --set {text}=" if backend.flags else ""
             raise UsageError(f"--set {text}: expected KEY=VALUE", hint)
     given = {
+        "--run-option": request.run_options,
         "--prologue": request.prologue,
         "--spares": request.spares,
         "--image": request.image,
@@ -383,6 +385,16 @@ def _data_folders(path: str, here: Here) -> list[str]:
             if source:
                 found.append(top or (source if here.is_folder(source) else posixpath.dirname(source)))
     return [folder for folder in found if here.is_folder(folder)]
+
+
+def _run_options(request: Request, machines: Sequence[Machine]) -> tuple[str, ...]:
+    """Return the options for the container engine. Raises UsageError for a wrong one, or where there is no engine."""
+    engine_options.parse(request.run_options)
+    without = [each for each in machines if not (each.runtime and RUNTIMES[each.runtime].takes_run_options)]
+    if request.run_options and without:
+        why = f"--run-option: {without[0].name} starts its programs with runtime {without[0].runtime or 'none'}"
+        raise UsageError(why, "omit it: only docker and podman take options of docker run")
+    return tuple(request.run_options)
 
 
 def _workdir(request: Request, here: Here, mounts: Sequence[Mount]) -> str:

@@ -118,6 +118,7 @@ def _job(request: Request, here: Here) -> tuple[Job, list[str]]:
         "--run-dir": request.run_root,
         "--python": request.python,
         "--build": request.build,
+        "--run-option": request.run_options,
         **{f"--set {name}": value for name, value in request.given_settings("", ()).items()},
     }
     notes = [f"not taken over: {option}" for option, value in of_clusterctl.items() if value]
@@ -133,6 +134,7 @@ def _job(request: Request, here: Here) -> tuple[Job, list[str]]:
         device="cpu" if request.device == "cpu" else "any",
         spares=0,
         settings=[],
+        run_options=[],
         partition="",
         account="",
         qos="",

@@ -88,6 +88,10 @@ class JobFile(Keys):
         default_factory=list,
         description="`SOURCE[:TARGET[:rw]]`: folders for the containers. Paths in `args` are mounted automatically.",
     )
+    run_options: list[Text] = Field(
+        default_factory=list,
+        description="Options of docker run or podman run for the containers: `[--memory=32g, --ulimit nofile=65536]`.",
+    )
     array: str = Field(
         default="",
         description="Slurm: file with the arguments of one job per line, which are appended to `args` or `command`.",

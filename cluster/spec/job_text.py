@@ -27,7 +27,7 @@ KEYS = (
         "backend",
         "device",
     ),
-    *("env", "secrets", "env_file", "mounts", "array", "array_limit", "spares", "max_restarts"),
+    *("env", "secrets", "env_file", "mounts", "run_options", "array", "array_limit", "spares", "max_restarts"),
     *("rendezvous_timeout", "stall_timeout", "grace", "master_port", "run_dir", "python"),
     *("inventory", "hosts", "hostfile", "ssh_config", "only"),
 )

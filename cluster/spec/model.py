@@ -143,7 +143,8 @@ class Job:
     of this machine's folder there. `prologue` are shell lines that a node runs first, outside of its container, and
     that set its environment. `setup` are shell commands that run before it on each node, in a virtual
     environment that all jobs with the same `setup_key` share ("": the job's own). Containers get the variables of the
-    node that match a pattern of `pass_env`. `hosts` are the machines (none: this machine), or `queue` provides them.
+    node that match a pattern of `pass_env`, and `run_options` are for the engine that starts them. `hosts` are the
+    machines (none: this machine), or `queue` provides them.
     `gpus` are this machine's, for all of its nodes together. After a failure the job restarts `max_restarts` times,
     with `spares` for lost hosts, and with fewer nodes down to `min_nodes` (0: never fewer). `stall_timeout_s` without
     progress is a failure (0: never). Ranks that still run `grace_s` after a request to stop are killed. `launch_id` is
@@ -170,6 +171,7 @@ class Job:
     pass_env: tuple[str, ...] = PASS_ENV
     secrets: tuple[str, ...] = ()
     mounts: tuple[Mount, ...] = ()
+    run_options: tuple[str, ...] = ()
     port: int = 0
     timeout_s: float = 300.0
     says_ready: bool = True

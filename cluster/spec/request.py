@@ -169,6 +169,16 @@ class Request(BackendOptions):
             rich_help_panel=_PROGRAM,
         ),
     ] = field(default_factory=list)
+    run_options: Annotated[
+        list[str],
+        option(
+            "--run-option",
+            metavar="OPTION",
+            help="Option of docker run or podman run for the containers: '--memory 32g', --device=/dev/fuse. "
+            "Repeatable. Compose has an equivalent for most of them.",
+            rich_help_panel=_PROGRAM,
+        ),
+    ] = field(default_factory=list)
     timeout_s: Annotated[
         float,
         typer.Option(

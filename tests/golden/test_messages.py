@@ -53,6 +53,13 @@ launch --partition gpu -b local
 launch --set mem=3G -b compose
 launch --prologue 'module load cuda' -b compose
 plan --prologue 'module load cuda' -b kubernetes --image t
+launch --run-option '--network host' -b compose
+launch --run-option=--memory -b compose
+launch --run-option '--memory 3g --cpus 2' -b compose
+launch --run-option memory=3g -b compose
+launch --run-option=--blkio-weight=3 -b compose
+launch --run-option=--memory=3g -b local
+plan --run-option=--memory=3g -b slurm --image t.sif
 launch --image trainer:0.1 -b local
 launch --push -b local
 launch --wait 1h -b slurm

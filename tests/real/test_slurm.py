@@ -608,3 +608,33 @@ def test_secrets_survive_a_requeue_by_slurm_and_are_on_no_disk_while_and_after_t
     slurm.login.run(f"scancel --full --signal=KILL {number}", user="ada")
     assert wait_until(lambda: slurm.login.run(state, user="ada") == "", timeout_s=120, pause_s=0.5)
     assert on_disk() == ""
+
+
+MODULE = """module() {
+    echo loading "$2"
+    [ "$2" != none ] || { echo "there is no module $2" >&2; return 3; }
+    export NCCL_MODULE="$2"
+}
+"""
+
+
+def test_the_prologue_has_the_module_of_a_login_shell(slurm, testbed):
+    """Containers get the variables that `pass_env` names, and /etc/profile, which batch jobs do not read, has it."""
+    hosts, file = [testbed[name] for name in ("n0", "n1", "n2")], "/etc/profile.d/zz-clusterctl-test.sh"
+    (slurm.folder / "sees.py").write_text("import os; print('sees', os.environ['NCCL_MODULE'], os.environ['RANK'])\n")
+    command = ["--nodes", "2", "--command", "sees.py", "--workdir", str(slurm.folder)]
+    try:
+        for host in hosts:
+            host.run(f"cat > {file} <<'END'\n{MODULE}END")
+        slurm.login.run(f"rm -rf {HOME}/runs/modules {HOME}/runs/nomodule")
+        load = ["launch", "--name", "modules", "--prologue", "module load cuda/12.4", "--logs", "all"]
+        code, text = slurm.clusterctl.run(*load, *command)
+        assert code == 0, text
+        assert {f"sees cuda/12.4 {rank}" in text for rank in (0, 1)} == {True}, text
+        code, text = slurm.clusterctl.run("launch", "--name", "nomodule", "--prologue", "module load none", *command)
+        assert code == 1, text
+        said = "the prologue failed with exit code 3: module load none: loading none; there is no module none"
+        assert said in " ".join(text.split()), text
+    finally:
+        for host in hosts:
+            host.run(f"rm -f {file}")
