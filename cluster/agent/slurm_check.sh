@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2154
 # Preflight check of a Slurm cluster on its login node: prints a line `WORD TEXT` for each problem, each resource of
 # the site, and each variable of Slurm's programs that is set there. Variables, which may be empty: `image` (if it is a
-# file), `run_dir`, `new` (the job's folder if it must not exist), `name` (the job's if it must be free), and the array
-# `needs` (paths that must exist).
+# file), `run_dir`, `new` (the job's folder if it must not exist), `name` (the job's if it must be free), `runtime`, and the
+# arrays `version` (the command that fails if the cluster lacks the runtime) and `needs` (paths that must exist).
 report_slurm
 clear_slurm
 for program in sbatch squeue scancel scontrol sinfo flock base64; do
@@ -16,6 +16,8 @@ fi
 echo "$answer"
 ! timeout 20 scontrol show config 2>/dev/null | grep -q '^AccountingStoreFlags.*job_env' || echo stores_env
 can_write "$run_dir" 2>/dev/null || echo "run_dir $run_dir$(belongs "$run_dir")"
+[ ${#version[@]} = 0 ] || timeout 20 "${version[@]}" > /dev/null 2>&1 < /dev/null ||
+    echo "no_runtime $runtime"
 [ -z "$image" ] || test -r "$image" || echo "no_image $image"
 [ -z "$new" ] || ! test -e "$new" || echo "exists $new"
 [ -z "$name" ] || squeue --noheader --user "$(id -un)" --name "$name" --Format JobID:16 |

@@ -18,7 +18,6 @@ from cluster.backends import monitor, preflight, script
 from cluster.backends.base import Backend, FoundJob, found_on
 from cluster.backends.monitor import NodeMonitor, NodeStatuses
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
-from cluster.runtimes import RUNTIMES
 from cluster.spec import slurm
 from cluster.spec.model import (
     Device,
@@ -114,9 +113,8 @@ class SlurmBackend(Backend):
         (step,) = plan.steps
         new = plan.dir_on(login) if login.login and plan.attempt == 1 else ""
         run_dir = login.run_dir or job.run_root
-        image = plan.job.image if RUNTIMES[login.runtime].image_is_file else ""
-        where = {"image": image, "run_dir": run_dir, "new": new, "name": plan.job_id if plan.attempt == 1 else ""}
-        command = scripts.command("slurm_check", needs=step.needs, **where)
+        name = plan.job_id if plan.attempt == 1 else ""
+        command = slurm.check_command(job, run_dir=run_dir, new=new, name=name, needs=step.needs)
         done = reach(login).run(command, timeout_s=60)
         if done.code:
             raise UnreachableError(f"{login.name}: {done.last_line}")

@@ -46,8 +46,7 @@ def examine(inventory: Inventory, image: str, data: Sequence[str], nodes: int, g
         job = Job("doctor", ("true",), nodes, gpus, "/", image=image, device=inventory.device, queue=queue)
         job = replace(job, prologue=inventory.prologue)
         # The folder "." exists, so the script creates none.
-        file = image if RUNTIMES[login.runtime].image_is_file else ""
-        command = scripts.command("slurm_check", image=file, run_dir=".", new="", name="", needs=())
+        command = slurm.check_command(job, run_dir=".")
         done = reach(login).run(command, timeout_s=TIMEOUT_S)
         request = judge_request(job, done.by_word)
     except ClusterError as error:

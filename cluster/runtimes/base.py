@@ -32,6 +32,8 @@ class Runtime(ABC):
     #: The command that prints the version on a node of Slurm, and fails if the runtime is not installed; engines report
     #: their own.
     version: tuple[str, ...] = ()
+    #: Whether that command also tells on the login node if the cluster has the runtime.
+    is_on_login_node = False
 
     @abstractmethod
     def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
@@ -51,6 +53,10 @@ class Runtime(ABC):
     def check(self, image: str, *command: str) -> tuple[str, ...]:
         """Return the words that run a command in the image without mounts, for checks; () if a check cannot run it."""
         return ()
+
+    def image_file(self, image: str) -> str:
+        """Return the path of an image that is a file on the shared disk, or ""."""
+        return image if self.image_is_file else ""
 
     def image_command(self, file: str = "") -> str:
         """Return the command that makes the image `file`, or "" if an engine keeps the images."""

@@ -16,17 +16,24 @@ class PyxisRuntime(Runtime):
     """`srun --container-image`. The image is REGISTRY#NAME:TAG, or a .sqsh file."""
 
     name = "pyxis"
-    takes_names = True
+    takes_names = is_on_login_node = True
     script = "runtimes/pyxis.sh"
     version = ("sh", "-c", "srun --help | grep -q -- --container-image && echo pyxis: srun has --container-image")
 
     def image_command(self, file: str = "") -> str:
         """Return the command that makes the image file."""
-        return "enroot import docker://NAME:TAG"
+        return f"enroot import {f'--output {file} ' if file else ''}docker://NAME:TAG"
+
+    def image_file(self, image: str) -> str:
+        """Return a path that Pyxis does not take for a name in a registry: `/a.sqsh`, `./a.sqsh` for `a.sqsh`."""
+        if image.startswith(("/", "./", "../")):
+            return image
+        return f"./{image}" if image.endswith(".sqsh") and "://" not in image and "#" not in image else ""
 
     def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
         """Return `srun --container-image ...` for this node."""
-        words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", scripts.OPTIONS, f"--container-image={job.image}"]
+        image = self.image_file(job.image) or job.image
+        words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", scripts.OPTIONS, f"--container-image={image}"]
         words.append("--no-container-mount-home")
         sources = [f"{mount.source}:{mount.target}" + (":ro" if mount.read_only else "") for mount in mounts]
         if sources:

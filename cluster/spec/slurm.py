@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from cluster import contract
+from cluster.agent import scripts
 from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.spec.model import Job, NodeStatus, Phase, Plan
@@ -299,6 +300,15 @@ def partitions(lines: Sequence[str]) -> dict[str, Partition]:
     return found
 
 
+def check_command(job: Job, *, run_dir: str, new: str = "", name: str = "", needs: Sequence[str] = ()) -> list[str]:
+    """Return the command of the preflight check on the login node; see agent/slurm_check.sh."""
+    assert job.queue is not None
+    kind = RUNTIMES[job.queue.login.runtime]
+    version = kind.version if kind.is_on_login_node else ()
+    where = {"image": kind.image_file(job.image), "run_dir": run_dir, "new": new, "name": name}
+    return scripts.command("slurm_check", runtime=kind.name, version=version, needs=tuple(needs), **where)
+
+
 def problems(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[tuple[str, str]]:
     """Return (message, hint) pairs that prevent a submission, from the output of agent/slurm_check.sh by key."""
     assert job.queue is not None
@@ -307,6 +317,10 @@ def problems(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[tup
         "no_program": ("{} not found", "set login in cluster.yaml to a login node of the Slurm cluster"),
         "down": ("Slurm does not answer: {}", "check it: scontrol ping"),
         "run_dir": ("cannot write to the run directory {}", "run_dir in cluster.yaml, or --run-dir: a shared folder"),
+        "no_runtime": (
+            "the runtime {} is not installed",
+            "ask the administrator, or set another runtime in cluster.yaml",
+        ),
         "no_image": ("no image {}", RUNTIMES[job.queue.login.runtime].image_command(job.image)),
         "missing": ("{} does not exist", ""),
     }
