@@ -70,7 +70,7 @@ def jobs_in(folder, monkeypatch, answer, *names):
 def test_the_pods_of_all_jobs_in_a_namespace_are_listed_once(tmp_path, monkeypatch):
     answer = f"cat {tmp_path}/pods.json"
     store, calls = jobs_in(tmp_path, monkeypatch, answer, "one", "two", "gone", "no-folder")
-    pod = {"status": {"phase": "Pending"}, "spec": {"containers": [{}]}}
+    pod = {"status": {"phase": "Pending"}, "spec": {"containers": [{"name": "node"}]}}
     items = []
     for record in store:
         labels = {LAUNCH_LABEL: record.job.launch_id, ATTEMPT_LABEL: "1"}
