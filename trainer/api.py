@@ -66,7 +66,7 @@ def train(
     devices = str(device) if isinstance(device, (str, int)) else _text(list(device))
     count = ranks_of(devices, options.get("parallel", DEFAULT_STRATEGY)) if ranks is None else ranks
     if count < 1:
-        raise TrainerError(f"ranks is {ranks}, it must be 1 or more")
+        raise TrainerError(f"ranks must be 1 or more, not {ranks}")
     local_callback = callback if isinstance(callback, Callback) else None
     options |= {"device": devices, "callback": "" if local_callback else callback}
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTER_")} | {contract.JOB_ID: JOB}

@@ -70,7 +70,7 @@ def attach(job: options.JobName, logs: options.Logs = "master") -> None:
 
 
 def wait(job: options.JobName) -> None:
-    """Wait for a job to end, without output. The exit code is the job's."""
+    """Wait silently for a job to end. The exit code is the job's."""
     from cluster.supervisor import jobs, supervisor
 
     records, out = JobStore(), console()
@@ -317,7 +317,7 @@ def top(
 def serve(
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 means all.")] = "localhost",
     port: Annotated[
-        int, typer.Option("--port", "-p", min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+        int, typer.Option("--port", "-p", min=0, max=65535, help="Port to listen on; 0 picks a free port.")
     ] = 8265,
     metrics: Annotated[bool, options.flag("Serve /metrics for Prometheus too.", "--metrics")] = False,
 ) -> None:
@@ -348,7 +348,7 @@ def serve(
     except (OSError, UnicodeError, TypeError) as error:  # no host name: not UTF-8, or a label that is too long
         why = getattr(error, "strerror", None) or "this is not a host name"
         raise UsageError(
-            f"cannot listen on {host}:{port}: {why}", "choose another port; --port 0 takes a free one"
+            f"cannot listen on {host}:{port}: {why}", "choose another port; --port 0 picks a free port"
         ) from error
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     shown = f"[{name}]" if ":" in name else name

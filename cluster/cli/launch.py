@@ -37,7 +37,11 @@ def launch(
     logs: options.Logs = "master",
     detach: Annotated[
         bool,
-        options.flag("Return once all nodes have started, and restart the job in the background.", "--detach", "-d"),
+        options.flag(
+            "Return once all nodes have started; a background process restarts the job after failures.",
+            "--detach",
+            "-d",
+        ),
     ] = False,
     wait: Annotated[
         str, option(metavar="TIME", help="Wait up to TIME (90s, 30m, 2h) for free GPUs, first come, first served.")
@@ -49,7 +53,8 @@ def launch(
     Describe the job by options, by a job file, or by both; an option overrides the key of the job file.
 
     Exit codes: 0 done, 1 failed, 2 invalid request, 3 a node could not be started, 4 nodes did not join in time, 5 a
-    machine or its Docker Engine does not answer (the job may still be running: clusterctl attach), 130 interrupted.
+    machine or its Docker Engine does not answer (the job may still be running: clusterctl attach), 129 the terminal or
+    the pipe was closed (the job continues), 130 interrupted.
     """
     from cluster.cli.sync import progress
     from cluster.spec.defaults import seconds

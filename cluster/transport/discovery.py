@@ -159,7 +159,7 @@ def _runtime(node: Machine, fields: Mapping[str, str]) -> tuple[str, str]:
             return name, f"{name} {match[1]}{' rootless' if 'rootless' in match[2] else ''}"
     if not node.runtime and re.search(r"(?i)permission denied.* (socket|daemon)", fields.get(DOCKER.name, "")):
         hint = f"there: sudo usermod -aG docker {fields['user']} (then log in again), or --runtime {BARE.name}"
-        raise LaunchError(f"{node.name}: {fields['user']} may not use its Docker Engine", hint)
+        raise LaunchError(f"{node.name}: {fields['user']} has no permission to use Docker", hint)
     for name in installed:
         words = [line for line in fields[name].splitlines() if line.strip() and not line.startswith("engine_")]
         return BARE.name, f"{name} does not answer ({words[-1].strip() if words else 'silent for 10 s'})"

@@ -55,7 +55,7 @@ def test_one_and_two_nodes_are_compared_and_a_rank_that_is_killed_is_a_row(clust
 def test_bad_input_fails_on_rank_0_and_ends_the_other_ranks(clusterctl, launch, job_name):
     code, text = clusterctl.run(*launch("--rounds", "0"))
     assert code == 2, text
-    assert "--rounds is 0, it must be 1 or more" in text
+    assert "--rounds must be 1 or more, not 0" in text
     assert "node-1: exited: exit 0" in text
     assert processes_of(job_name) == []
 

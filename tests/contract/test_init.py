@@ -175,6 +175,6 @@ def test_docker_on_some_nodes_only_and_without_permission_are_errors(sshd):
         "#!/bin/sh\necho 'engine_version='\necho 'permission denied while trying to connect to the Docker daemon "
         "socket at unix:///var/run/docker.sock: connect: permission denied' >&2; exit 1\n",
     )
-    with pytest.raises(ClusterError, match=r"h0: .* may not use its Docker Engine") as caught:
+    with pytest.raises(ClusterError, match=r"h0: .* has no permission to use Docker") as caught:
         machine(sshd, f"device: cpu\nnodes: {{h0: {{address: {first}}}}}")
     assert "sudo usermod -aG docker" in caught.value.hint

@@ -278,7 +278,7 @@ def test_a_restart_waits_for_its_quota(start, fault):
 
 
 def test_missing_rights_are_listed(start):
-    with pytest.raises(UsageError, match="you may not do this in the namespace bob: create, get, list, delete pods"):
+    with pytest.raises(UsageError, match="missing permissions in the namespace bob: create, get, list, delete pods"):
         start("rights", options={"namespace": "bob"})
 
 

@@ -132,7 +132,7 @@ def test_the_example_with_own_parts_trains(folder: Path, capfd: pytest.CaptureFi
     ("options", "message"),
     [
         ({"epoch": 3}, "no option 'epoch'"),
-        ({"ranks": 0}, "ranks is 0"),
+        ({"ranks": 0}, "ranks must be"),
         ({"data": lambda split, imgsz: None}, "cannot import"),
         ({"ranks": 2, "batch": 1}, "--batch 1 is smaller than the number of ranks, 2"),
         ({"cfg": "json:dumps", "data": "digits"}, "--cfg json:dumps: it must return a torch module"),

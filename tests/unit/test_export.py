@@ -123,7 +123,7 @@ def test_bad_input_is_an_error_and_leaves_no_file(best: Path, tmp_path: Path, mo
     for kind, change, message in (
         ("tflite", {}, "--format tflite"),
         ("torchscript", {"imgsz": 100}, "not a multiple of 32"),
-        ("torchscript", {"batch": 0}, "--batch is 0"),
+        ("torchscript", {"batch": 0}, "--batch must be"),
         ("torchscript", {"image": "none.jpg"}, "none.jpg"),
         ("torchscript", {"out": str(tmp_path / "no" / "folder.x")}, "cannot be written"),
         ("torchscript", {"out": str(best)}, "best.pt: it is a checkpoint, which the export would replace"),

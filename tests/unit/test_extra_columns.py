@@ -94,7 +94,7 @@ def test_the_number_of_rows_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["-1", "2.5", "two", "[2]", "true"])
 def test_an_invalid_number_names_its_line(tmp_path: Path, value: str) -> None:
     path = with_row(tmp_path, BOX, f"extra_columns: {value}\n")
-    with pytest.raises(BadData, match=r"data.yaml:6: extra_columns is "):
+    with pytest.raises(BadData, match=r"data.yaml:6: extra_columns must be "):
         Yolo(str(path), "train")
 
 

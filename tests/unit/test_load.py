@@ -196,7 +196,7 @@ def test_a_segmentation_model_gives_every_pixel_a_class(
         ({"sources": 3}, "predict() got int"),
         ({"sources": np.zeros((8, 8, 3), np.float32)}, "shape (8, 8, 3) and type float32 is not an image"),
         ({"sources": np.zeros((8, 8), np.uint8)}, "shape (8, 8) and type uint8 is not an image"),
-        ({"conf": 2}, "--conf is 2"),
+        ({"conf": 2}, "--conf must be"),
         ({"conf": "0.3"}, "--conf is '0.3', expected a number"),
         ({"max_det": 1.5}, "--max-det is 1.5, expected a whole number"),
         ({"classes": ["blue"]}, "--classes blue: no such class"),

@@ -58,7 +58,7 @@ def test_kpt_shape_is_read_again_when_it_changes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", ["17", "[17]", "[0, 3]", "[17, 4]", "[a, 3]", "{a: 3}"])
 def test_an_invalid_kpt_shape_names_its_line(tmp_path: Path, shape: str) -> None:
     path = pose_set(tmp_path, shape, BOX)
-    with pytest.raises(BadData, match=r"data.yaml:6: kpt_shape is ") as caught:
+    with pytest.raises(BadData, match=r"data.yaml:6: kpt_shape must be ") as caught:
         Yolo(str(path), "train")
     assert "kpt_shape: [17, 3]" in caught.value.hint
 

@@ -185,7 +185,7 @@ def test_patterns_lists_and_equal_file_names(predict, tmp_path):
         (("a.png", "--classes", "blue"), "--classes blue: no such class"),
         (("a.png", "--imgsz", "70"), "--imgsz 70 is not a multiple of 32"),
         (("a.png", "--imgsz", "0"), "--imgsz 0 is not a multiple of 32"),
-        (("a.png", "--iou", "2"), "--iou is 2"),
+        (("a.png", "--iou", "2"), "--iou must be"),
     ],
 )
 def test_bad_input_is_an_error(predict, tmp_path, arguments, message):

@@ -250,9 +250,9 @@ def test_torchvision_models_predict_every_pixel(name: str) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"rect": True}, "--rect is for boxes, and this is --task segment"),
+        ({"rect": True}, "--rect is for boxes, but this is --task segment"),
         ({"hyp": Hyp(mosaic=1.0)}, "mosaic: without effect"),
-        ({"hyp": Hyp(mosaic=0.0, scale=1.0)}, "scale is 1, it must be below 1"),
+        ({"hyp": Hyp(mosaic=0.0, scale=1.0)}, "scale must be below 1, not 1"),
         ({"cfg": "resnet18"}, "no segmentation model"),
         ({"data": "nowhere"}, "no such folder"),
     ],

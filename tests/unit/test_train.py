@@ -128,7 +128,7 @@ BAD = [
     (["--hyp", "none.yaml"], "none.yaml: No such file"),
     (["--device", "tpu"], "--device tpu"),
     (["--freeze", "30"], "--freeze: no layer 25"),
-    (["--ranks", "0"], "--ranks is 0"),
+    (["--ranks", "0"], "--ranks must be 1 or more, not 0"),
 ]
 
 

@@ -140,8 +140,8 @@ def test_bad_input_is_an_error(data, weights, tmp_path, run_trainer):
     assert "--imgsz -32 is not a multiple of 32" in error("--imgsz", "-32")
     assert "out of memory: " in (text := error("--imgsz", "320000"))
     assert "use a smaller --batch, --imgsz" in text
-    assert "--conf is 1.5" in error("--conf", "1.5")
-    assert "--max-det is 0" in error("--max-det", "0")
+    assert "--conf must be 0 or more and below 1, not 1.5" in error("--conf", "1.5")
+    assert "--max-det must be 1 or more, not 0" in error("--max-det", "0")
     assert "--save-conf: no labels are written" in error("--save-conf")
     assert "--half and --precision fp32 contradict each other: --half is bf16" in error("--half", "--precision", "fp32")
     assert "--precision fp8: unknown" in error("--precision", "fp8")

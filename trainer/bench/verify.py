@@ -42,7 +42,7 @@ def verify(settings: Settings, counts: Sequence[int], steps: int, *, wide: bool,
     With `wide` the network computes in float64 and the loss in float32. Raise TrainerError if a rank does.
     """
     if steps < 1:
-        raise TrainerError(f"--steps is {steps}, it must be 1 or more")
+        raise TrainerError(f"--steps must be 1 or more, not {steps}")
     if not counts or any(not 1 <= count <= settings.batch for count in counts):
         raise TrainerError(
             f"--ranks {','.join(map(str, counts))}: each must be from 1 to --batch {settings.batch}",

@@ -42,7 +42,7 @@ def train(context: typer.Context, *, ranks: int | None, cos_lr: bool, **options:
     The run's folder contains results.csv, results.png, predictions.jpg, best.pt and last.pt.
     """
     if ranks is not None and ranks < 1:
-        raise TrainerError(f"--ranks is {ranks}, it must be 1 or more")
+        raise TrainerError(f"--ranks must be 1 or more, not {ranks}")
     if ranks is not None and "RANK" in os.environ and os.environ.get("WORLD_SIZE", str(ranks)) != str(ranks):
         raise TrainerError(
             f"--ranks {ranks}: RANK is set, so this is already one of {os.environ['WORLD_SIZE']} ranks",

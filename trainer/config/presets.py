@@ -233,7 +233,7 @@ def load_hyp(path: str, base: Hyp) -> Hyp:
     values = {key: _parsed(raw) for key, raw in content.values.items() if key in known}
     for key, value in values.items():
         if expected := _expected(key, value):
-            faults.append(content.fault(key, f"{key} is {content.values[key]!r}, it must be {expected}", ""))
+            faults.append(content.fault(key, f"{key} must be {expected}, not {content.values[key]!r}", ""))
     if faults:
         raise BadData(faults)
     return replace(base, **values)
@@ -251,7 +251,7 @@ def _expected(key: str, value: float) -> str:
     if not 0 <= value < math.inf:
         return "a number, 0 or more"
     if key in _PROBABILITIES and value > 1:
-        return "a probability, at most 1"
+        return "a probability (at most 1)"
     if key == "nbs" and 0 < value < 1:
         return "0 (every batch), or 1 or more"
     lower = {"ema_tau": 0, "anchor_t": 1}.get(key, -1)

@@ -350,7 +350,7 @@ class Settings:
         if self.label_smoothing is None:
             return values
         if not 0 <= self.label_smoothing < 1:
-            raise TrainerError(f"--label-smoothing is {self.label_smoothing}, it must be 0 or more and below 1")
+            raise TrainerError(f"--label-smoothing must be 0 or more and below 1, not {self.label_smoothing}")
         return dataclasses.replace(values, label_smoothing=self.label_smoothing)
 
 
@@ -365,9 +365,9 @@ def check_declared(settings: Any) -> None:
         if value is PRESET:
             continue
         if least is not None and value < least:
-            raise TrainerError(f"{option} is {_number(value)}, it must be {least} or more")
+            raise TrainerError(f"{option} must be {least} or more, not {_number(value)}")
         if most is not None and value > most:
-            raise TrainerError(f"{option} is {_number(value)}, it must be {most} or less")
+            raise TrainerError(f"{option} must be {most} or less, not {_number(value)}")
 
 
 def _number(value: float) -> str:

@@ -42,9 +42,9 @@ class Limits:
     def __post_init__(self) -> None:
         for option, value in (("--conf", self.confidence), ("--iou", self.iou)):
             if not 0 <= value < 1:
-                raise TrainerError(f"{option} is {value:g}, it must be 0 or more and below 1")
+                raise TrainerError(f"{option} must be 0 or more and below 1, not {value:g}")
         if self.most < 1:
-            raise TrainerError(f"--max-det is {self.most}, it must be 1 or more")
+            raise TrainerError(f"--max-det must be 1 or more, not {self.most}")
 
 
 @dataclass(frozen=True)

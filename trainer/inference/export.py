@@ -78,7 +78,7 @@ def export(
             f"pip install {' '.join(NEEDED[kind])}, or use --format torchscript",
         )
     if batch < 1:
-        raise TrainerError(f"--batch is {batch}, it must be 1 or more")
+        raise TrainerError(f"--batch must be 1 or more, not {batch}")
     trained = load_trained(weights, cfg)
     if not trained.parts.decode:
         raise TrainerError(f"{weights}: models of this family cannot be exported", "use trainer predict or val")

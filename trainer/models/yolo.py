@@ -125,7 +125,7 @@ def check_cfg(content: Any, where: str) -> dict[str, Any]:
             raise TrainerError(f"{where}: the key {key!r} is missing", f"the keys are {', '.join(KEYS)}")
     for key in ("nc", "depth_multiple", "width_multiple"):
         if isinstance(content[key], bool) or not isinstance(content[key], (int, float)) or content[key] <= 0:
-            raise TrainerError(f"{where}: {key} is {content[key]!r}, it must be a number above 0")
+            raise TrainerError(f"{where}: {key} must be a number above 0, not {content[key]!r}")
     for part in ("backbone", "head"):
         if not isinstance(content[part], list):
             raise TrainerError(f"{where}: {part} must be a list of rows [from, number, module, arguments]")

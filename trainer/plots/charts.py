@@ -114,7 +114,7 @@ def plot_precision_recall(curves: BoxCurves, path: Path) -> None:
     mean = f"all {len(curves.names)} classes {curves.ap[:, 0].mean():.3f}" if len(curves.names) else ""
     _draw_lines(axes, RECALLS, curves.precision_at, named, mean)
     style_axes(axes, "precision over recall at IoU 0.5", "recall", "precision")
-    _legend(axes, "AP50" if len(named) == len(curves.names) else "AP50 (coloured: the lowest)")
+    _legend(axes, "AP50" if len(named) == len(curves.names) else "AP50 (colored: the lowest)")
     write(fig, path)
 
 
@@ -131,7 +131,7 @@ def plot_over_confidence(curves: BoxCurves, path: Path) -> None:
             title += f" over confidence: {value:.3f} at {curves.confidence:.2f}"
             axes.axvline(curves.confidence, color="#888888", linewidth=1, linestyle="--")
         style_axes(axes, title, "confidence threshold")
-    _legend(axes, "" if len(named) == len(curves.names) else "coloured: the lowest AP50")
+    _legend(axes, "" if len(named) == len(curves.names) else "colored: the lowest AP50")
     write(fig, path)
 
 

@@ -37,7 +37,7 @@ def labels(dataset: Dataset, path: Path) -> None:
     title = f"{len(dataset):,} images, {int((each == 0).sum()):,} without boxes"
     charts.style_axes(panels[0, 1], title, "boxes in an image", "images")
     for axes, title, x, y, axis_labels in (
-        (panels[1, 0], "centres of the boxes", rows[:, 1], rows[:, 2], ("x", "y (from the top)")),
+        (panels[1, 0], "centers of the boxes", rows[:, 1], rows[:, 2], ("x", "y (from the top)")),
         (panels[1, 1], "sizes of the boxes", rows[:, 3], rows[:, 4], ("width / image's", "height / image's")),
     ):
         # Square roots: rare positions and sizes stay visible.

@@ -34,7 +34,7 @@ class Fsdp(Strategy):
     def __init__(self, settings: Settings, world: comm.World, device: torch.device) -> None:
         if world.size == 1:
             raise TrainerError(
-                "--parallel fsdp needs two or more ranks, and this is a single process",
+                "--parallel fsdp needs two or more ranks, but this is a single process",
                 "add --ranks 2 or more (one for each GPU: --device 0,1), or leave --parallel out",
             )
         super().__init__(settings, world, device)

@@ -61,7 +61,7 @@ class TorchvisionTask(Task):
         s = settings
         for field in _BOXES_ONLY:
             if getattr(s, field) != getattr(Settings, field):
-                raise TrainerError(f"{option_of(field)} is for boxes, and this is --task {s.task}", "leave it out")
+                raise TrainerError(f"{option_of(field)} is for boxes, but this is --task {s.task}", "leave it out")
         usual = dataclasses.asdict(preset_for(s.data, s.task).hyp)
         changed = [k for k, v in dataclasses.asdict(s.hyp).items() if v != usual[k]]
         known = hyp_keys(self.kind)
@@ -150,7 +150,7 @@ class Classification(TorchvisionTask):
         if s.hyp.mixup + s.hyp.cutmix > 1:
             raise TrainerError("--hyp: mixup and cutmix are shares of the steps, together at most 1")
         if s.hyp.randaugment % 1 or not 0 <= s.hyp.randaugment <= _MAGNITUDES:
-            what = f"--hyp: randaugment is {s.hyp.randaugment:g}, it must be a whole number from 0 to {_MAGNITUDES}"
+            what = f"--hyp: randaugment must be a whole number from 0 to {_MAGNITUDES}, not {s.hyp.randaugment:g}"
             raise TrainerError(what, "9 is usual, 0 is off")
         self.train_set = open_classification(s.data, "train")
         self.names = self.train_set.names
@@ -204,7 +204,7 @@ class Segmentation(TorchvisionTask):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         if settings.hyp.scale >= 1:
-            what = f"--hyp: scale is {settings.hyp.scale:g}, it must be below 1"
+            what = f"--hyp: scale must be below 1, not {settings.hyp.scale:g}"
             raise TrainerError(what, "0.5 is from half to one and a half")
         self.train_set, self.val_set = open_segmentation(settings.data, settings.imgsz, validates=not settings.noval)
         self.names = self.train_set.names

@@ -170,7 +170,7 @@ def _rights(kubectl: Kubectl, needs: Needs) -> None:
             verbs.setdefault(kind, []).append(verb)
         which = "; ".join(f"{', '.join(each)} {kind}" for kind, each in verbs.items())
         where = f"the namespace {kubectl.namespace}" if kubectl.namespace else "this namespace"
-        raise UsageError(f"you may not do this in {where}: {which}", RIGHTS_HINT)
+        raise UsageError(f"missing permissions in {where}: {which}", RIGHTS_HINT)
 
 
 def _is_allowed(rules: str, verb: str, resource: str) -> bool:

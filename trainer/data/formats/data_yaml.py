@@ -101,7 +101,7 @@ def _keypoint_values(content: Content, faults: list[Fault]) -> int:
         return 0
     numbers = shape if isinstance(shape, list) and all(type(number) is int for number in shape) else []
     if len(numbers) != 2 or numbers[0] < 1 or numbers[1] not in (2, 3):
-        what = f"kpt_shape is {shape}, it must be the number of key points and of the values of each, 2 or 3"
+        what = f"kpt_shape must be the number of key points and of the values of each (2 or 3), not {shape}"
         faults.append(content.fault("kpt_shape", what, "for example `kpt_shape: [17, 3]`"))
         return 0
     return int(numbers[0] * numbers[1])
@@ -113,7 +113,7 @@ def _extra_columns(content: Content, keypoint_values: int, faults: list[Fault]) 
     if number is None:
         return keypoint_values or None
     if type(number) is not int or number < 0:
-        what = f"extra_columns is {number}, it must be how many numbers follow the box in a row"
+        what = f"extra_columns must be how many numbers follow the box in a row, not {number}"
         faults.append(content.fault("extra_columns", what, "for example `extra_columns: 1`, for a confidence"))
         return None
     if keypoint_values and number != keypoint_values:
