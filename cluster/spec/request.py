@@ -242,8 +242,8 @@ class Request(BackendOptions):
         option(
             "--stall-timeout",
             metavar="SECONDS",
-            help="Fail the job after this long without progress; 0 disables it. A --command makes progress if it prints "
-            "something, or if its ranks work and move on in their Python code.  [default: 300; with --command: 0]",
+            help="Fail the job after this long without progress; 0 disables it. A --command makes progress if it "
+            "prints something, or if its ranks move on in their Python code.  [default: 300; with --command: 0]",
             rich_help_panel=_FAILURES,
         ),
     ] = None
