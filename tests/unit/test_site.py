@@ -85,7 +85,7 @@ def test_no_page_asks_another_host_or_is_wider_than_the_screen(site, address, pa
         ("hyperparameter", "reference/configuration/"),
         ("ultralytics", "how-to/from-ultralytics/"),
         ("yolov8", "how-to/from-ultralytics/"),
-        ("conda", "getting-started/several-machines/"),
+        ("conda", "how-to/any-program/"),
         ("singularity", "getting-started/slurm/"),
         ("troubleshooting", "how-to/troubleshooting/"),
         ("quickstart", ""),
