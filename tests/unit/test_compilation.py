@@ -1,11 +1,14 @@
 """torch.compile of network and loss: when it is chosen, what cannot be compiled, and eager mode if it fails."""
 
 import os
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from triton.runtime.errors import PTXASError
 
 from tests.unit.settings import settings
 from tests.unit.trainer_process import TINY
@@ -149,3 +152,91 @@ def test_compilation_between_two_updates_keeps_the_gradients(tmp_path: Path, mon
         run.local_model.train()
         states.append(weights(run))
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+#: The parts of a step that are compiled, by the functions' names.
+PARTS = {"_eager": "network", "_eager_loss": "loss", "_account": "meter"}
+NO_COMPILER = RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+REFUSED = PTXASError("PTXAS error: Internal Triton PTX codegen error\n`ptxas` stderr: ...")
+OLD_DRIVER = RuntimeError("Triton Error [CUDA]: the provided PTX was compiled with an unsupported toolchain.")
+CAPTURE = torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing\nCUDA kernel errors ...")
+MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+class RaisesInBackward(torch.autograd.Function):
+    """Raises an error in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, error: Exception) -> torch.Tensor:
+        ctx.error = error
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ctx.error
+
+
+def compiler_that_fails(where: str, call: int, error: Exception) -> Callable[..., Any]:
+    """Return torch.compile for a machine on which call number `call` of a part fails, after it has computed."""
+    calls: Counter[str] = Counter()
+    part, _, is_backward = where.partition(" ")
+
+    def compiled(function: Any, **_: Any) -> Any:
+        name = PARTS[function.__name__]
+
+        def run(*arguments: Any) -> Any:
+            calls[name] += 1
+            made = function(*arguments)
+            if (name, calls[name]) != (part, call):
+                return made
+            if not is_backward:
+                raise error
+            return RaisesInBackward.apply(made[0], error), *made[1:]  # type: ignore[no-untyped-call]
+
+        return run
+
+    return compiled
+
+
+@pytest.mark.parametrize(
+    ("where", "call", "error"),
+    [
+        ("network", 1, NO_COMPILER),  # Triton builds the kernel's launcher
+        ("network", 1, REFUSED),
+        ("network", 1, OLD_DRIVER),
+        ("network backward", 1, REFUSED),
+        ("loss", 1, REFUSED),
+        ("meter", 1, REFUSED),
+        ("network", 3, CAPTURE),
+        ("network backward", 3, CAPTURE),
+        ("network", 2, MEMORY),
+        ("network", 3, MEMORY),
+        ("network backward", 3, MEMORY),
+        ("network", 7, CAPTURE),  # of the second size of the batches
+        ("network backward", 6, MEMORY),
+    ],
+    ids=str,
+)
+def test_each_failure_on_a_gpu_ends_in_an_eager_run_with_the_same_weights(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    where: str,
+    call: int,
+    error: Exception,
+) -> None:
+    expected = weights(run_of(tmp_path / "eager", compile="off"))
+    capsys.readouterr()
+    monkeypatch.setattr("trainer.engine.trainer.choose_mode", lambda *_, **__: (GRAPHS, ""))
+    monkeypatch.setattr("torch.compile", compiler_that_fails(where, call, error))
+    found = weights(run := run_of(tmp_path / "failed"))
+    said = [line for line in capsys.readouterr().out.splitlines() if "eager mode" in line]
+    assert len(said) == 1, said
+    assert ("out of memory" if error is MEMORY else str(error).splitlines()[0]) in said[0]
+    assert run.compilation.mode == ""
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    monkeypatch.setattr("torch.compile", compiler_that_fails(where, call, error))
+    with pytest.raises(TrainerError, match="--compile graphs") as raised:
+        weights(run_of(tmp_path / "graphs", compile="graphs"))
+    assert "--compile off" in raised.value.hint
+    assert ("--batch" in raised.value.hint) == (error is MEMORY)

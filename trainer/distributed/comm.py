@@ -95,8 +95,9 @@ def gpu_numbers(wanted: str) -> list[int]:
         if len(set(numbers)) < len(numbers):
             raise TrainerError(f"--device {wanted}: a GPU is named twice", "name one GPU per rank")
     if not have:
+        problem = _gpu_problem()
         raise TrainerError(
-            f"--device {wanted}: no GPU can be used on this machine",
+            f"--device {wanted}: no GPU can be used on this machine" + (f": {problem}" if problem else ""),
             "use --device cpu; in a container, check that it was started with its GPUs",
         )
     for n in numbers:

@@ -1,5 +1,6 @@
 """torch.compile of the network and its loss: whether it pays, in which mode, and eager mode if it fails."""
 
+import gc
 import os
 import shutil
 import time
@@ -20,6 +21,7 @@ PAYS_FROM = 2000  # steps of a run
 GRAPHS = "reduce-overhead"  # torch's mode that replays a pass as CUDA graphs
 MODES = {"on": "default", "graphs": GRAPHS}
 CALLS = {"default": 1, GRAPHS: 3}  # until everything is compiled, warmed up and captured
+_OUT_OF_MEMORY = "out of memory"
 
 
 def choose_mode(
@@ -100,7 +102,7 @@ class Compilation:
         problem = ""
         for _ in range(CALLS[self.mode]):
             _remove_gradients(whole)  # a graph overwrites those of the call before
-            problem = problem or self._try(whole, strategy, images, targets)
+            problem = problem or self._try(whole, meter, strategy, images, targets)
         _remove_gradients(whole)
         for parameter, gradient in accumulated:
             if parameter.grad is None:
@@ -110,27 +112,32 @@ class Compilation:
         for buffer, value in zip(whole.buffers(), buffers, strict=True):
             buffer.copy_(value)
         if problem and self._settings.compile != "auto":
-            raise TrainerError(f"--compile {self._settings.compile}: {problem}", "use --compile off")
+            hint = "use --compile off" + (", or a smaller --batch" if _OUT_OF_MEMORY in problem else "")
+            raise TrainerError(f"--compile {self._settings.compile}: {problem}", hint)
         if problem:
             self.mode = ""
             whole.run_eagerly()
             meter.run_eagerly()
             strategy.refresh()
+            _free_graphs(images.device)
             self._say(f"eager mode, because compilation failed: {problem}")
         else:
             self._say(f"compiled in {time.monotonic() - begin:.0f} s")
 
-    def _try(self, whole: NetworkWithLoss, strategy: Strategy, images: torch.Tensor, targets: Targets) -> str:
+    def _try(
+        self, whole: NetworkWithLoss, meter: LossMeter, strategy: Strategy, images: torch.Tensor, targets: Targets
+    ) -> str:
         """Run forward and backward once; return the compiler's error on any rank, "" without one."""
         problem, loss = "", images
         try:
             _, loss = whole.loss(*strategy.forward(images, targets))
             if not comm.is_distributed():
                 loss.backward()  # type: ignore[no-untyped-call]
+            meter.try_out()
         except Exception as error:  # a compiler can raise anything
-            if isinstance(error, (RuntimeError, MemoryError)) and is_out_of_memory(error):
-                raise
             problem = f"{type(error).__name__}: {_first_line(error)}"
+            if isinstance(error, (RuntimeError, MemoryError)) and is_out_of_memory(error):
+                problem = f"{_OUT_OF_MEMORY}, of which graphs need more than eager mode"
         problem = next(filter(None, comm.all_gather(problem)), "")  # before the collectives of the backward pass
         if not problem and comm.is_distributed():
             loss.backward()  # type: ignore[no-untyped-call]
@@ -139,6 +146,14 @@ class Compilation:
     def forget(self) -> None:
         """Compile again, because other parameters are trained from now on."""
         self._done.clear()
+
+
+def _free_graphs(device: torch.device) -> None:
+    """Free the memory of the graphs, which eager mode may need."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _remove_gradients(whole: NetworkWithLoss) -> None:

@@ -71,6 +71,11 @@ class LossMeter:
         """Undo `compile`."""
         self._account = _account
 
+    def try_out(self) -> None:
+        """Compute what `end_step` does, on copies; raise what the compiler raises."""
+        copies = [each.clone() for each in (self.sums, self._first_bad, self.sums)]
+        self._account(*copies, NONE, torch.zeros((), device=self.device), 0)
+
     def check_finite(self) -> None:
         """Raise NotFinite on all ranks if a gradient, or a loss before the last step, is not finite."""
         step = int(self._first_bad)
