@@ -9,7 +9,8 @@ the process down. A piece that fails is a row with its reason; `--retry` runs it
 
 Decoded images that stay on the GPU are called resident. Host: the time in which the host starts a step. Kernels: the
 sum of their times on the GPU. Launches: calls that start a kernel or a graph. All are means over steps with and without
-an update of the weights, as they alternate in a training.
+an update of the weights, as they alternate in a training. The first piece compares a compiled step that updates the
+weights with the table of on_paper.py (on_paper.json): its kernels by kind, and their time with the bounds.
 """
 
 from __future__ import annotations
@@ -170,6 +171,51 @@ def launches(run: Trainer, batch: Any, steps: int) -> Result:
     }
 
 
+def paper_figures(settings: Settings, expected: dict[str, dict[str, int]]) -> Result:
+    """Compare the kernels of a step, by kind, with those on paper; None where this device cannot be profiled."""
+    run = start(replace(settings, hyp=replace(settings.hyp, nbs=1.0, warmup_epochs=0.0)))
+    batch = next(steps_of(run))
+    for _ in range(3):
+        run.step(batch)
+    found: dict[str, int] | None = None
+    kernel_ms = None
+    if run.device.type == "cuda":
+        synchronise(run)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            run.step(batch)
+            synchronise(run)
+        events = [
+            event
+            for event in profiler.key_averages()
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.key.startswith(("Mem", "## "))
+        ]
+        found, kernel_ms = (
+            kinds_of({e.key: e.count for e in events}),
+            sum(e.self_device_time_total for e in events) / 1e3,
+        )
+    inside = {name: part for name, part in expected.items() if name != "painter"}  # which has painted this batch
+    kinds = dict.fromkeys(kind for part in inside.values() for kind in part)
+    rows = {kind: [sum(part[kind] for part in inside.values()), found[kind] if found else None] for kind in kinds}
+    return {"on paper, found": "", **rows, "kernel_ms": kernel_ms}
+
+
+def kinds_of(counts: dict[str, int]) -> dict[str, int]:
+    """Return the number of kernels by the kinds of on_paper.py, from their numbers by name."""
+    found = dict.fromkeys(("pointwise", "reduction", "convolution, matmul", "other"), 0)
+    for name, count in counts.items():
+        low = name.lower()
+        if any(word in low for word in ("triton_red", "triton_per", "reduce", "lpnorm", "norm")):
+            kind = "reduction"
+        elif any(word in low for word in ("triton_poi", "elementwise", "multi_tensor", "catarray")):
+            kind = "pointwise"
+        elif any(word in low for word in ("conv", "gemm", "xmma", "cutlass", "cudnn", "wgrad", "dgrad", "fprop")):
+            kind = "convolution, matmul"
+        else:
+            kind = "other"
+        found[kind] += count
+    return found
+
+
 def large_batches(plan: Plan, net: str, done: Done) -> list[int]:
     """Return the batches that should need at most nine tenths of the GPU's memory, the largest first."""
     small, large = plan.batches
@@ -260,6 +306,11 @@ def pieces(plan: Plan, done: Done) -> Iterator[Piece]:
         name = f"round {number}: trainer train {Path(net).stem}, batch {small}, --compile {mode}"
         return Piece(name, partial(train_figures, settings), COMPILED_LIMIT_S)
 
+    paper = json.loads(Path(__file__).with_name("on_paper.json").read_text())
+    name = f"{Path(first).stem}, batch {small}"
+    expected = paper.get(name if plan.on_gpu else "yolov5n, batch 16", {})  # a rehearsal compares with another network
+    settings = plan.settings(first, small, compile=modes[0])
+    yield Piece(f"on paper: {name}", partial(paper_figures, settings, expected), COMPILED_LIMIT_S)
     yield step(first, small, "off")
     yield step(first, small, modes[0])
     yield step(first, large, "off")
