@@ -7,6 +7,7 @@ the strategy's business (strategies/). The host never waits for a GPU here, exce
 has to stop.
 """
 
+import contextlib
 from typing import Any
 
 from torch import Tensor
@@ -53,9 +54,16 @@ class TrainStep:
             images, targets = self._task.move(batch, self._meter.device)
         self._meter.start_sum(stop, save)  # overlaps with the forward pass
 
-        self._strategy.step(images, targets, self._loss_of, sync=updates)
+        if self._strategy.schedule:  # a pipeline, which asks for the loss between its passes
+            self._strategy.schedule(images, targets, self._loss_of, sync=updates)
+        else:
+            with contextlib.nullcontext() if updates else self._strategy.accumulating():
+                sums, counts = self._strategy.forward(images, targets)
+                self._loss_of(sums, counts).backward()  # type: ignore[no-untyped-call]
+            if updates:
+                self._strategy.end_backward()
 
-        self._finish_sum()
+        self._finish_sum()  # on ranks that compute no loss
         grad_norm = None
         if updates:
             grad_norm = self._update(rates, self._strategy)
@@ -68,7 +76,7 @@ class TrainStep:
         return StepResult(*self._meter.requests(stop, save), updates)
 
     def _loss_of(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """Return what the strategy differentiates: this rank's share in the loss of all ranks.
+        """Return what is differentiated: this rank's share in the loss of all ranks.
 
         `sums` (t, d) and `counts` (d,) are a criterion's. The gradients of the ranks are added up, not averaged.
         """

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.distributed import comm
 from trainer.losses import Targets
 from trainer.strategies.network_with_loss import NetworkWithLoss
-from trainer.strategies.strategy import Conditions, LossOf, Strategy
+from trainer.strategies.strategy import Conditions, Strategy
 from trainer.strategies.sync_batch_norm import synchronise
 
 
@@ -54,7 +55,8 @@ class Ddp(Strategy):
         self._net.train()
         with self._whole.without_loss(), torch.compiler.set_stance("force_eager"):  # no compilation for this shape
             for _ in range(2):  # the second forward pass applies the new order
-                self.step(images, {}, lambda sums, _: sums, sync=True)
+                total, _ = self.forward(images, {})
+                total.backward()  # type: ignore[no-untyped-call]
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
@@ -65,13 +67,15 @@ class Ddp(Strategy):
         """Return the sums and counts of this rank's share."""
         return self._net(images, targets)  # type: ignore[no-any-return]
 
-    def step(self, images: Tensor, targets: Targets, loss_of: LossOf, sync: bool) -> None:
-        """Run forward and backward on this rank's share."""
-        skips_sync = comm.is_distributed() and not sync
-        with self._net.no_sync() if skips_sync else contextlib.nullcontext():  # type: ignore[operator]
-            loss_of(*self.forward(images, targets)).backward()  # type: ignore[no-untyped-call]
-        if not skips_sync:
-            self._conditions.timer.after_backward()
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Keep DDP from summing the gradients in the backward pass."""
+        if not comm.is_distributed():
+            return contextlib.nullcontext()
+        return self._net.no_sync()  # type: ignore[operator,no-any-return]
+
+    def end_backward(self) -> None:
+        """Let the timer know that the last bucket is summed."""
+        self._conditions.timer.after_backward()
 
 
 def _sum_gradients(model: DistributedDataParallel, conditions: Conditions, *, compress: bool) -> None:

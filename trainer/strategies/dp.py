@@ -11,7 +11,6 @@ from trainer.errors import TrainerError
 from trainer.losses import Targets
 from trainer.strategies.ddp import Ddp
 from trainer.strategies.network_with_loss import NetworkWithLoss
-from trainer.strategies.strategy import LossOf
 
 
 class Dp(Ddp):
@@ -36,9 +35,10 @@ class Dp(Ddp):
         if len(self._gpus) > 1:
             self._outputs = nn.DataParallel(self._outputs, device_ids=self._gpus)
 
-    def step(self, images: Tensor, targets: Targets, loss_of: LossOf, sync: bool) -> None:
-        """Run forward on all GPUs, and the loss on the first."""
-        loss_of(*self._whole.criterion(self._outputs(images), targets)).backward()  # type: ignore[no-untyped-call]
+    def forward(self, images: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        """Run the network on all GPUs, and the criterion on the first."""
+        sums, counts = self._whole.criterion(self._outputs(images), targets)
+        return sums, counts
 
 
 class Outputs(nn.Module):

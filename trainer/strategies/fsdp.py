@@ -20,7 +20,7 @@ from trainer.distributed import comm
 from trainer.errors import TrainerError
 from trainer.losses import Targets
 from trainer.strategies.network_with_loss import NetworkWithLoss
-from trainer.strategies.strategy import Conditions, LossOf, Strategy
+from trainer.strategies.strategy import Conditions, Strategy
 from trainer.strategies.sync_batch_norm import synchronise
 
 
@@ -60,9 +60,10 @@ class Fsdp(Strategy):
         self.module, self.average = model, average
         self.summary = f"fsdp: {len(list(blocks(model)))} blocks and the rest of the model, in {self._size} shards each"
 
-    def step(self, images: Tensor, targets: Targets, loss_of: LossOf, sync: bool) -> None:
-        """Run forward and backward on this rank's share."""
-        loss_of(*self._whole(images, targets)).backward()  # type: ignore[no-untyped-call]
+    def forward(self, images: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        """Return the sums and counts of this rank's share; the backward pass always sums the gradients."""
+        sums, counts = self._whole(images, targets)
+        return sums, counts
 
     def clip(self, scaler: GradScaler, optimizer: Optimizer, parameters: Sequence[Tensor], most: float) -> Tensor:
         """Clip by the norm over the shards of all ranks."""

@@ -192,7 +192,7 @@ class Pipeline(Strategy):
         """Discard the schedules: torch infers only once which values need gradients."""
         self._schedules.clear()
 
-    def step(self, images: Tensor, targets: Targets, loss_of: LossOf, sync: bool) -> None:
+    def schedule(self, images: Tensor, targets: Targets, loss_of: LossOf, *, sync: bool) -> None:
         """Run GPipe over M micro-batches; the k-th has the images k, k + M, k + 2M, ..."""
         images = self._whole.inputs(images)
         number, shape = self.micro_batches, images.shape[2:]

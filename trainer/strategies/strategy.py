@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +37,13 @@ class BackwardTimer(Protocol):
         """Mark the end of backward, after which the gradients are summed."""
 
 
+class Schedule(Protocol):
+    """Runs the passes of a step where they are not one forward and one backward pass: a pipeline's."""
+
+    def __call__(self, images: Tensor, targets: Targets, loss_of: LossOf, *, sync: bool) -> None:
+        """Run all passes of a batch. `loss_of` makes the loss between them, on ranks with `computes_loss`."""
+
+
 @dataclass(frozen=True)
 class Conditions:
     """Properties that all steps of a training share."""
@@ -56,7 +65,8 @@ class Strategy:
     devices: Sequence[torch.device]  # those that this process drives
     share: tuple[int, int]  # (k, n): this rank takes the k-th of n shares of each batch
     stages = 1  # neighbouring ranks that process the same share
-    computes_loss = True  # whether this rank computes the loss of its share; only those call `loss_of` in `step`
+    computes_loss = True  # whether this rank computes the loss of its share
+    schedule: Schedule | None = None  # runs the passes of a step, instead of `forward` and its backward pass
     replica_group: comm.Group | None = None  # the ranks with the same part of the model; None: all
     module: nn.Module  # this rank's part of the model, with the model's parameter names; set by `setup`
     average: nn.Module  # the same part of the averaged model
@@ -83,12 +93,16 @@ class Strategy:
         raise NotImplementedError
 
     def forward(self, images: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-        """Return the criterion's sums and counts of this rank's share; all strategies that can be compiled do."""
+        """Return the criterion's sums and counts of this rank's share."""
         raise NotImplementedError
 
-    def step(self, images: Tensor, targets: Targets, loss_of: LossOf, sync: bool) -> None:
-        """Run forward and backward. With `sync`, the gradients are summed over the ranks afterwards."""
-        raise NotImplementedError
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Return the context of the passes of a step after which the gradients are not summed over the ranks."""
+        return contextlib.nullcontext()
+
+    def end_backward(self) -> None:
+        """Finish a step whose gradients are summed over the ranks."""
+        return
 
     def clip(self, scaler: GradScaler, optimizer: Optimizer, parameters: Sequence[Tensor], most: float) -> Tensor:
         """Unscale the gradients, clip their norm over all parameters to `most`, and return the norm before."""
