@@ -252,10 +252,10 @@ def eager(net: str, data: Path, imgsz: int, size: int) -> Part:
         run = started(net, data, imgsz, batch_size)
         batch = next(iter(run.train_loader.epoch(0)))
         run.step(batch)
-        part, step = Part(), run.strategy.step
+        part = Part()
         with FlopCounterMode(display=False) as flops, Recorder(part):
             images, targets = run.task.move(batch, run.device)
-            step(images, targets, run.train_step._loss_of, sync=True)
+            run.train_step.differentiate(images, targets, sync=True)
         found.append((part, flops.get_total_flops()))
     (small, small_flops), (large, large_flops) = found
     factor = (size - EAGER_BATCHES[0]) / (EAGER_BATCHES[1] - EAGER_BATCHES[0])

@@ -144,7 +144,7 @@ def test_compilation_between_two_updates_keeps_the_gradients(tmp_path: Path, mon
     states = []
     for compiled in ("off", "on"):
         # Without a compiler: the test is about what happens around it.
-        monkeypatch.setattr("trainer.engine.step.torch.compile", lambda function, **_: function)
+        monkeypatch.setattr("torch.compile", lambda function, **_: function)
         data = squares(tmp_path / compiled, train=10)
         run = Trainer(settings(str(data), hyp=hyp, noautoanchor=True, compile=compiled), World(), CPU, Events({}))
         run.start()

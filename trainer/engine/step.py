@@ -17,6 +17,7 @@ from trainer.engine.meter import LossMeter
 from trainer.engine.state import StepResult, TrainState, seed_generators
 from trainer.engine.timing import StepTimer
 from trainer.engine.update import WeightUpdate
+from trainer.losses import Targets
 from trainer.strategies.network_with_loss import NetworkWithLoss
 from trainer.strategies.strategy import Strategy
 from trainer.tasks import Task
@@ -54,14 +55,7 @@ class TrainStep:
             images, targets = self._task.move(batch, self._meter.device)
         self._meter.start_sum(stop, save)  # overlaps with the forward pass
 
-        if self._strategy.schedule:  # a pipeline, which asks for the loss between its passes
-            self._strategy.schedule(images, targets, self._loss_of, sync=updates)
-        else:
-            with contextlib.nullcontext() if updates else self._strategy.accumulating():
-                sums, counts = self._strategy.forward(images, targets)
-                self._loss_of(sums, counts).backward()  # type: ignore[no-untyped-call]
-            if updates:
-                self._strategy.end_backward()
+        self.differentiate(images, targets, sync=updates)
 
         self._finish_sum()  # on ranks that compute no loss
         grad_norm = None
@@ -74,6 +68,18 @@ class TrainStep:
         state.images += batch.global_size
         state.step += 1
         return StepResult(*self._meter.requests(stop, save), updates)
+
+    def differentiate(self, images: Tensor, targets: Targets, *, sync: bool) -> None:
+        """Run forward and backward. With `sync`, the gradients are summed over the ranks."""
+        strategy = self._strategy
+        if strategy.schedule:  # a pipeline, which asks for the loss between its passes
+            strategy.schedule(images, targets, self._loss_of, sync=sync)
+            return
+        with contextlib.nullcontext() if sync else strategy.accumulating():
+            sums, counts = strategy.forward(images, targets)
+            self._loss_of(sums, counts).backward()  # type: ignore[no-untyped-call]
+        if sync:
+            strategy.end_backward()
 
     def _loss_of(self, sums: Tensor, counts: Tensor) -> Tensor:
         """Return what is differentiated: this rank's share in the loss of all ranks.
