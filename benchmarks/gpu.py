@@ -10,7 +10,7 @@ the process down. A piece that fails is a row with its reason; `--retry` runs it
 Decoded images that stay on the GPU are called resident. Host: the time in which the host starts a step. Kernels: the
 sum of their times on the GPU. Launches: calls that start a kernel or a graph. All are means over steps with and without
 an update of the weights, as they alternate in a training. The first piece compares a compiled step that updates the
-weights with the table of on_paper.py (on_paper.json): its kernels by kind, and their time with the bounds.
+weights with the table of on_paper.py (on_paper.json): its kernels by kind. It also has their time.
 """
 
 from __future__ import annotations

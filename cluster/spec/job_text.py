@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from cluster.spec.request import Request
-from cluster.spec.traits import Table
+from cluster.spec.traits import Table, Traits
 
 #: The keys of `job_file.JobFile`, in their order.
 KEYS = (
@@ -52,10 +52,11 @@ def write(request: Request, backend: str, more: Mapping[str, str], table: Table)
         numbers = [int(number) for number in found["gpus"].split(",")]
         found["gpus"] = numbers if numbers[1:] else numbers[0]
     env = [text.partition("=") for text in request.env]
+    sections = {name: request.given_settings(name, table, unnamed=name == backend) for name in table}
     found |= {
         "env": {name: value for name, mark, value in env if mark},
         "secrets": [name for name, mark, _ in env if not mark],
-        **{name: _section(request.given_settings(name, table, unnamed=name == backend)) for name in table},
+        **{name: _section(settings, table[name]) for name, settings in sections.items() if settings},
         **more,
     }
     ordered = {key: found[key] for key in (*KEYS, *table) if found.get(key) not in (None, "", [], {})}
@@ -64,20 +65,46 @@ def write(request: Request, backend: str, more: Mapping[str, str], table: Table)
 
 def yaml_text(values: Mapping[str, Any]) -> str:
     """Return YAML with the keys in their order."""
-    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=2**20))
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20))
 
 
-def _section(settings: Mapping[str, str]) -> dict[str, Any]:
+class _Unquoted(str):
+    """A scalar that a user has typed without quotes: a number for a field of any type, else a text."""
+
+    __slots__ = ()
+
+
+class _Loader(yaml.BaseLoader):
+    """Reads all scalars as texts, and tells which of them have no quotes."""
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> str:
+        text = str(super().construct_scalar(node))
+        return _Unquoted(text) if node.style is None and text else text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes a scalar as it was typed."""
+
+
+def _represent(dumper: yaml.SafeDumper, text: _Unquoted) -> yaml.Node:
+    tag: str = dumper.resolve(yaml.ScalarNode, str(text), (True, False))  # type: ignore[no-untyped-call]
+    return yaml.ScalarNode(tag, str(text))
+
+
+_Dumper.add_representer(_Unquoted, _represent)
+
+
+def _section(settings: Mapping[str, str], backend: Traits) -> dict[str, Any]:
     """Return the section of a job file with these settings. In a setting, lists and mappings are YAML."""
     found: dict[str, Any] = {}
     for key, text in settings.items():
-        value: Any = text
+        value: Any = _Unquoted(text) if text.strip() else ""
         if text[:1] in ("[", "{"):
             with suppress(yaml.YAMLError):  # the backend refuses it
-                value = yaml.load(text, yaml.BaseLoader)
-        outer, dot, inner = key.partition(".")
-        if dot:
-            found.setdefault(outer, {})[inner] = value
-        else:
-            found[key] = value
+                value = yaml.load(text, _Loader)
+        *outer, last = backend.words_of(key)
+        inner = found
+        for word in outer:
+            inner = inner.setdefault(word, {})
+        inner[last] = value
     return found

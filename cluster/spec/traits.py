@@ -9,7 +9,9 @@ from cluster.runtimes.base import Runtime
 from cluster.spec.model import Device, Machine
 
 #: The refusal of `--prologue` where the engine or the cluster starts the containers.
-NO_NODE_SHELL = "no shell on the node starts the container; in the container, use --setup for commands and --env"
+NO_NODE_SHELL = (
+    "its lines run outside the containers, where this backend starts no shell; inside, use --setup and --env"
+)
 
 
 class Traits:
@@ -48,6 +50,10 @@ class Traits:
     def settings(self, listed: Mapping[str, Any], given: Mapping[str, str]) -> Mapping[str, Any]:
         """Return its section of cluster.yaml with the settings of the command line. Raise UsageError for a bad one."""
         return {**listed, **given}
+
+    def words_of(self, key: str) -> list[str]:
+        """Return the path in its section that a key of --set names: `limits.cpu` is `cpu` in `limits`."""
+        return key.split(".", 1)
 
     def folders(self, settings: Mapping[str, Any]) -> Sequence[str]:
         """Return the folders that its nodes have without the launcher: paths below them are left as they are."""

@@ -81,6 +81,21 @@ def test_all_gpus_are_saved_as_all(folder):
     assert job_file.read(text, "job.yaml", BACKENDS) == {"gpus": "all"}
 
 
+def test_settings_are_saved_at_their_place_and_with_their_type():
+    settings = ["limits.nvidia.com/mem=4", "pod.spec.priority=30", r"pod.metadata.labels.a\.b/c=x"]
+    settings += ['pod.spec.hostAliases=[{ip: "10", n: 1}]', "slurm.mem=007", "slurm.contiguous="]
+    text = job_text.write(Request(settings=settings), "kubernetes", {}, BACKENDS)
+    saved = yaml.load(text, yaml.BaseLoader)
+    spec = {"priority": "30", "hostAliases": [{"ip": "10", "n": "1"}]}
+    assert saved["kubernetes"]["pod"] == {"spec": spec, "metadata": {"labels": {"a.b/c": "x"}}}
+    assert saved["kubernetes"]["limits"] == {"nvidia.com/mem": "4"}
+    assert saved["slurm"] == {"mem": "007", "contiguous": ""}
+    given = Request(settings=job_file.read(text, "job.yaml", BACKENDS)["settings"])
+    made = BACKENDS["kubernetes"].settings({}, given.given_settings("kubernetes", BACKENDS, unnamed=False))
+    assert made["pod"]["spec"] == {"priority": 30, "hostAliases": [{"ip": "10", "n": 1}]}
+    assert given.given_settings("slurm", BACKENDS, unnamed=False) == {"mem": "007", "contiguous": ""}
+
+
 def test_a_file_gives_the_same_plan_as_the_options(folder):
     (folder / "job.yaml").write_text(
         "nodes: 2\ngpus: 2\ncommand: [train.py, --name, two words]\nenv: {A: 1, B: x=y}\nsecrets: [KEY]\n"

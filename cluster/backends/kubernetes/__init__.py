@@ -163,6 +163,10 @@ class KubernetesBackend(Backend):
         """Return what all nodes of a job have in common: they have no login, and these folders in their pods."""
         return Machine("kubernetes", "", run_dir=manifests.RUNS, data_dir=manifests.INPUTS)
 
+    def words_of(self, key: str) -> list[str]:
+        """Return the path in the section that a key of --set names. Below `pod`, it may have any length."""
+        return manifests.words_of(key)
+
     def settings(self, listed: Mapping[str, Any], given: Mapping[str, str]) -> Mapping[str, Any]:
         """Return the section with the settings of the command line. Raise UsageError for an invalid one."""
         return manifests.settings(listed, given)

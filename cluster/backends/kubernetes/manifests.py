@@ -88,7 +88,7 @@ def settings(listed: Mapping[str, Any], given: Mapping[str, str]) -> Mapping[str
             value = Source(text, key).data  # texts stay texts, as in cluster.yaml
         except UsageError as error:
             raise UsageError(f"--set {key}={text}: not YAML", "quote it as for a shell") from error
-        inner, (*outer, last) = merged, _words(key)
+        inner, (*outer, last) = merged, words_of(key)
         for word in outer:
             if not isinstance(inner.get(word) or {}, dict):
                 raise UsageError(f"--set {key}: {word} has no keys", f"set it as a whole: --set {word}=VALUE")
@@ -115,7 +115,7 @@ def settings(listed: Mapping[str, Any], given: Mapping[str, str]) -> Mapping[str
     return made.model_dump(mode="json", exclude_defaults=True)
 
 
-def _words(key: str) -> list[str]:
+def words_of(key: str) -> list[str]:
     """Return the path that a key of --set names. A dot in a word below `pod` is written as `\\.`."""
     outer, _, _ = key.partition(".")
     if outer == "pod":
