@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 if find_spec("torch") is None:
-    _TRAINER = re.compile(r"^(from|import) (torch|numpy|PIL|trainer|tests\.unit)\b", re.MULTILINE)
+    _TRAINER = re.compile(r"^(from|import) (torch|numpy|PIL|playwright|trainer|tests\.unit)\b", re.MULTILINE)
     _tests = Path(__file__).parent.glob("test_*.py")
     collect_ignore = [path.name for path in _tests if _TRAINER.search(path.read_text())]
 

@@ -92,10 +92,12 @@ class Screens:
         events = [each for each in (view.progress, view.metric, view.done) if each]
         json.dumps([each.as_json() for each in (*used, *events)], allow_nan=False)
         ranks = {rank.rank: rank for usage in used for rank in usage.ranks}
-        words.append(page.sections(self.record, "running", view, NOW, is_live=True, past=[ranks, ranks]))
+        words.append(
+            page.sections(self.record, page.Shown("running", "running"), view, NOW, is_live=True, past=[ranks, ranks])
+        )
         ended = JobRecord(self.plan, NOW - 60, self.record.job, outcome="failed", ended_at=NOW)
         words.append(page.render(ended, view))
-        polled = SimpleNamespace(poll_for_list=lambda: None, record=self.record, state="running", view=view)
+        polled = SimpleNamespace(record=self.record, state="running", view=view, since=NOW, last_state="")
         words.append(metrics.render([polled]))
         self.draw(view)
         text = "\n".join(map(str, words))
