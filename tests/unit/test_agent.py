@@ -596,8 +596,9 @@ def test_a_port_in_use_is_the_nodes_failure_and_starts_no_rank(tmp_path):
 def run_node_script(
     folder, command="echo $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME", more="", runtime="none", **variables
 ):
-    """Run agent/node.sh around a command, by default one that prints the network device."""
-    text = f"set -u\nruntime={runtime} enter=() arguments=(sh -c '{command}')\n{more}"
+    """Run a node's scripts around a command, by default one that prints the network device."""
+    begin = "set -u\n" + scripts.text("agent/node_start.sh")
+    text = f"{begin}runtime={runtime} enter=() arguments=(sh -c '{command}')\n{more}"
     environment = {"PATH": os.environ["PATH"], "CLUSTER_RUN_DIR": str(folder), "CLUSTER_ATTEMPT": "1"}
     environment |= {"CLUSTER_NODE": "node-1", "PET_NODE_RANK": "1", **variables}
     script = text + scripts.text("agent/node.sh")

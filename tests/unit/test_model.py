@@ -247,7 +247,7 @@ def test_a_users_own_file_works(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"activation": "relu"}, ":1: unknown key `activation`"),
-        ({"nc": "many"}, "nc is 'many'"),
+        ({"nc": "many"}, "nc must be a number above 0, not 'many'"),
         ({"anchors": [[10, 13, 16]] * 2}, "head row 3: [[6, 4], 1, 'Detect', ['nc', 'anchors']] cannot be built"),
         ({"backbone": [[-1, 1, "os.system", ["true"]]]}, "cannot be built: unknown module 'os.system'"),
         ({"backbone": [[-1, 1, "Conv", [8, 3, 0]]]}, "cannot be built"),
