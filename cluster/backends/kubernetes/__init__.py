@@ -140,6 +140,7 @@ class KubernetesBackend(Backend):
         "--spares": "Kubernetes gives a restarted job another machine for a lost one",
         "--nodes MIN:MAX": "Kubernetes gives a job all of its nodes, or it waits",
         "unequal nodes": "Kubernetes chooses the machines, so all nodes get the same number",
+        "--time": "no checkpoint is written at a pod's deadline; to set one: --set pod.spec.activeDeadlineSeconds=N",
         "--wait": "the pods of a job wait in the cluster until GPUs are free",
         "--array": "Kubernetes has no job arrays: launch a job for each line",
         "--build": _NO_PUSH,
