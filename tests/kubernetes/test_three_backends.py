@@ -58,7 +58,7 @@ class Project:
         finally:
             self.clusterctl.env["CLUSTERCTL_STATE_DIR"] = before
         assert code == 0, text
-        return json.loads(text)
+        return json.loads(text[text.index("[") :])  # lines of stderr come first, such as what a long wait is for
 
     def orphans_of_doctor(self):
         code, text = self.clusterctl.run("doctor", "--json", timeout_s=240)
