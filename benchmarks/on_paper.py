@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
         self.part.bytes += sum(t.nbytes for t in (*tensors(list(given.values())), *changed, *new))
         lists = [given[key] for key in given if isinstance(given[key], (list, tuple)) and tensors(given[key])]
         if name.startswith(("_foreach", "_fused")):
-            # The result of a norm is small, and has a kernel of its own.
+            # The result of a norm is small, and has its own kernel.
             more = [made] if not written and name != "_foreach_norm" else []
             count = list_launches([*lists, *more]) + (name == "_foreach_norm")
         else:
@@ -275,7 +275,7 @@ def bounds(step: Step, gpu: Gpu) -> dict[str, float]:
 
 
 def compiled(sources: dict[str, str], capability: int) -> list[tuple[str, int, int]]:
-    """Compile kernels; return the name, registers and spilled bytes of each. In a process of its own."""
+    """Compile kernels; return the name, registers and spilled bytes of each. Runs in a separate process."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for name, source in sources.items():

@@ -92,6 +92,7 @@ class JobStore:
         path = self._path(job_id)
         with _lock(path.with_name(".lock")):
             path.unlink(missing_ok=True)
+            path.with_suffix(".seen").unlink(missing_ok=True)
 
     def update(self, record: JobRecord) -> None:
         """Replace a job's record, but keep a recorded outcome. Raise ClusterError if the folder is not writable."""
@@ -145,7 +146,9 @@ class JobStore:
                 return False
             ended = replace(record, outcome=outcome, detail=detail, exit_code=exit_code, ended_at=time.time())
             _replace(path, replace(ended, stop_grace_s=grace_s))
-            return True
+        with suppress(OSError):
+            path.with_suffix(".seen").unlink(missing_ok=True)
+        return True
 
     def clear(self, launched: JobRecord) -> None:
         """Record that nothing of a job is left on its machines."""
@@ -179,10 +182,11 @@ class JobStore:
         """Return what `see` has kept of a job; None if nothing is known."""
         try:
             known = json.loads(self._path(record.plan.job_id).with_suffix(".seen").read_text())
+            is_its = known["launch_id"] == record.job.launch_id
             found = Seen(str(known["state"]), float(known["since"]), float(known["at"]), dict(known["phases"]))
         except (OSError, ValueError, TypeError, KeyError):
             return None
-        return found if known["launch_id"] == record.job.launch_id else None
+        return found if is_its else None
 
     def supervised(self) -> frozenset[str]:
         """Return the launch IDs of the jobs that a process on this machine follows and may restart at any moment."""

@@ -4,8 +4,8 @@
 returns has the right shapes and no values. `lower` replaces their inputs by fake tensors on `cuda:0`, and lets inductor
 generate the code for an H100. `compile_kernel` compiles a kernel of it to a cubin with the ptxas of Triton's package.
 
-Used by tests, and by benchmarks/on_paper.py, in a process of its own: it replaces functions of torch. The graphs are
-those of autocast on a CPU, which casts a few more operations than a GPU's does (none of a YOLO's).
+Used by tests, and by benchmarks/on_paper.py, in a separate process: it replaces functions of torch. The graphs are
+traced with a CPU's autocast, which casts a few more operations than a GPU's does (none of a YOLO's).
 """
 
 from __future__ import annotations

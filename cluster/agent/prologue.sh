@@ -9,7 +9,7 @@ prologue_ended() {
     local code=$1 command=$prologue_before line text=
     [ "${#BASH_SOURCE[@]}" -le "$((prologue_depth + 1))" ] || return 0
     trap - DEBUG ERR EXIT
-    exec 1>&"$prologue_stdout" 2>&"$prologue_stderr" # those of the line are still in force
+    exec 1>&"$prologue_stdout" 2>&"$prologue_stderr" # the line's redirections are still in force
     case $command in
     eval*prologue*) command= ;; # bash could not parse the lines
     *) command=": ${command%%$'\n'*}" ;;

@@ -19,7 +19,7 @@ if [ $(($(date +%s) - $(stat -c %Y "$cache" 2>/dev/null || echo 0))) -ge "$old" 
     else touch -- "$cache"; fi
 fi
 exec 9>&-
-# Prints the four lines of the job $1, whose folder is $2, and that of its attempt $3.
+# Prints the four lines of the job $1. $2 is its folder, and $3 its attempt's.
 about() {
     local job=$1 folder=$2 number said first error
     number=$(submitted "$folder")

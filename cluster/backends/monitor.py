@@ -74,8 +74,10 @@ NOT_RESULTS = (
 NodeStatuses = dict[str, NodeStatus]
 #: What a poll finds of each plan: its nodes' statuses, or why they cannot be read.
 Answers = Sequence[NodeStatuses | ClusterError]
-#: A node of an attempt: the names of job and node, and the attempt's number.
-_Key = tuple[str, int, str]
+#: An attempt: the job's name, its launch ID, because another job may get the name, and the attempt's number.
+_Attempt = tuple[str, str, int]
+#: An attempt and the name of one of its nodes.
+_Key = tuple[_Attempt, str]
 
 
 class AwakeTime:
@@ -165,7 +167,7 @@ class NodeMonitor:
         def work(plans: Sequence[Plan], machine: Machine) -> Answers:
             return [self._poll(plan, machine) for plan in plans]
 
-        (found,) = self._observe([plan], (plan.job_id, plan.attempt), work)
+        (found,) = self._observe([plan], _attempt(plan), work)
         if isinstance(found, ClusterError):
             raise found
         return found
@@ -228,7 +230,7 @@ class NodeMonitor:
         found: NodeStatuses = {}
         for machine, poll, error in zip(plan.machines, polls, errors, strict=True):
             nodes = plan.nodes_on(machine)
-            known = {node.name: poll.statuses.get((plan.job_id, plan.attempt, node.name)) for node in nodes}
+            known = {node.name: poll.statuses.get((_attempt(plan), node.name)) for node in nodes}
             # before the first answer only an error is silence: the login may take long
             has_answered = any(known.values())
             is_new = not has_answered and error is None
@@ -308,7 +310,7 @@ class _MachinePoll:
 
     def unless_frozen(self, plan: Plan, status: NodeStatus) -> NodeStatus:
         """Return the status, or `lost` if the node's agent runs without a new heartbeat."""
-        _, since = self._heartbeats.get((plan.job_id, plan.attempt, status.node), (0.0, self._polled_at))
+        _, since = self._heartbeats.get((_attempt(plan), status.node), (0.0, self._polled_at))
         frozen_s = self._polled_at - since
         if status.phase in ("exited", "lost") or frozen_s <= HEARTBEAT_TIMEOUT_S:
             return status
@@ -368,6 +370,10 @@ def in_words(error: Exception) -> ClusterError:
     return UnreachableError(f"the nodes' answer cannot be read: {type(error).__name__}: {error}")
 
 
+def _attempt(plan: Plan) -> _Attempt:
+    return plan.job_id, plan.job.launch_id, plan.attempt
+
+
 def _found(
     work: Callable[[Sequence[Plan], Machine], Answers], plans: Sequence[Plan], machine: Machine
 ) -> dict[_Key, NodeStatus | ClusterError]:
@@ -375,9 +381,9 @@ def _found(
     found: dict[_Key, NodeStatus | ClusterError] = {}
     for plan, answer in zip(plans, work(plans, machine), strict=True):
         if isinstance(answer, ClusterError):
-            found |= {(plan.job_id, plan.attempt, node.name): answer for node in plan.nodes_on(machine)}
+            found |= {(_attempt(plan), node.name): answer for node in plan.nodes_on(machine)}
         else:
-            found |= {(plan.job_id, plan.attempt, name): status for name, status in answer.items()}
+            found |= {(_attempt(plan), name): status for name, status in answer.items()}
     return found
 
 
@@ -385,7 +391,7 @@ def _found(
 class Script:
     """A polling script: its name in agent/, its variables, and the lines that it prints of a job before its nodes.
 
-    `words` are the arguments that precede those of a job's nodes.
+    `words` returns the arguments that come before a job's nodes.
     """
 
     name: str
@@ -430,7 +436,7 @@ def poll_all(plans: Sequence[Plan], machine: Machine, script: Script) -> list[Po
 
 
 def _words(plan: Plan, machine: Machine, script: Script, sizes: Mapping[str, int]) -> list[str]:
-    """Return the arguments for a plan's nodes on a machine; `sizes` are those of the copies of their logs."""
+    """Return the arguments for a plan's nodes on a machine; `sizes` has the size of each log's copy."""
     folder = attempt_dir(plan, machine)
     each = [word for node in plan.nodes_on(machine) for word in (folder, node.name, str(sizes.get(node.name, "")))]
     return [*script.words(plan, machine), *each]

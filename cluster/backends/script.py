@@ -161,7 +161,7 @@ def shared_environment(
 
 
 def rank_environment(job: Job, rank: int) -> dict[str, str]:
-    """Return the variables of a node of its own, which replace shared ones: its ranks, if other nodes have others."""
+    """Return what replaces the shared variables on a node: its ranks, if the nodes have different numbers of them."""
     if not job.is_unequal:
         return {}
     return {"PET_NPROC_PER_NODE": str(job.procs[rank]), contract.FIRST_RANK: str(sum(job.procs[:rank]))}

@@ -214,7 +214,7 @@ class File(Keys):
     )
     prologue: str = Field(
         default="",
-        description="Shell lines that every job runs first on each node: `module load cuda`. Those of the job follow.",
+        description="Shell lines that every job runs first on each node: `module load cuda`. The job's lines follow.",
     )
     mounts: list[MountText] = Field(
         default=[], description="`SOURCE[:TARGET[:rw]]`: folders of the node that every container gets."

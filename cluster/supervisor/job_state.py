@@ -267,7 +267,7 @@ def _fold_status(node: NodeView, status: NodeStatus, now: float) -> None:
         node.phase, node.since, node.note = status.phase, now, status.detail
         node.reached = node.reached and not status.starts_over
     elif status.detail and (status.phase != "pending" or node.phase == "pending"):
-        node.note = status.detail  # not that of a queue whose answer is older than the node's own
+        node.note = status.detail  # a queue's answer is older than the node's own
 
 
 def _fold_event(view: JobView, event: Event, now: float) -> None:

@@ -182,9 +182,10 @@ def sections(
         if path.name != _PLOTTED and path.is_file() and inside.is_inside(path, run_dir)
     ]
     predictions = [_image(path, is_live) for path in images if path.name == _PREDICTIONS]
+    reason = shown.reason or record.detail
     parts = [
         Markup('<h1>{}: <span class="{}">{}</span></h1>').format(plan.job_id, shown.state, shown.words)
-        + (Markup("<p>{}</p>").format(text) if (text := shown.reason or record.detail) else _NOTHING)
+        + (Markup("<p>{}</p>").format(reason) if reason else _NOTHING)
         + _scores(view, newest, took),
         _progress(view) if view and not record.outcome else _NOTHING,
         _failure(plan, view) if view and record.outcome == "failed" else _NOTHING,

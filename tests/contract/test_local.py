@@ -96,6 +96,16 @@ def test_stop_ends_several_jobs_or_all(clusterctl, launch, job_name):
     clusterctl.expect(0, "stop", "--all", has="not stopped: ")
 
 
+def test_a_stop_that_lasts_says_what_it_waits_for(clusterctl, launch, job_name):
+    deaf = "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\n"
+    (clusterctl.folder / "deaf.py").write_text(f"{deaf}time.sleep(600)\n")
+    clusterctl.expect(0, *launch("deaf.py", "--detach"))
+    clusterctl.wait_for(job_name, "deaf")
+    text = clusterctl.expect(0, "stop", job_name, "--grace", "5s", has="stopped. No processes remain.")
+    (line,) = [line for line in text.splitlines() if line.startswith("waiting")]  # once, as it is no terminal
+    assert re.fullmatch(rf"waiting up to \d+ s for {job_name} to exit on this machine", line)
+
+
 def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl, launch, job_name):
     """Three simulated GPUs."""
     first, second, third = (f"{job_name}-{nth}" for nth in ("first", "second", "third"))

@@ -435,6 +435,28 @@ def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
     assert (observer.state, observer.has_ended) == ("failed", True)
 
 
+def test_a_later_job_of_the_same_name_has_none_of_the_statuses_of_an_earlier(monkeypatch):
+    monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
+    monkeypatch.setattr(monitor, "_POLL_TIMEOUT_S", 0.1)
+    ready = {node.name: NodeStatus(node.name, "ready") for node in PLAN.nodes}
+    answers, release = [ready], threading.Event()
+
+    def poll(plan, machine):
+        if answers:
+            return answers[0]
+        release.wait(20)
+        return {}
+
+    watcher = NodeMonitor(poll)
+    for observe in (lambda plan: watcher.statuses(plan), lambda plan: watcher.statuses_of([plan])[0]):
+        answers[:] = [ready]
+        assert wait_until(lambda observe=observe: {status.phase for status in observe(PLAN)} == {"ready"})
+        answers.clear()
+        later = replace(PLAN, job=replace(PLAN.job, launch_id="f" * 16))
+        assert {status.phase for status in observe(later)} == {"starting"}
+    release.set()
+
+
 def test_machines_of_200_jobs_are_forgotten_when_they_are_not_polled(monkeypatch):
     monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
 

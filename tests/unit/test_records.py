@@ -49,6 +49,23 @@ def test_a_record_has_the_processes_of_each_node(tmp_path, procs):
     assert found.job.procs == {2: (2, 2), (2, 1): (2, 1), "all": (2, 4)}[procs]
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"state": "running"}', "\0\xff", '"x"'])
+def test_what_was_seen_of_a_job_does_not_matter_if_it_cannot_be_read(tmp_path, text):
+    store, job = JobStore(tmp_path), record("a")
+    store.reserve(job)
+    store.see(job, "running", {"node-0": "ready"})
+    assert store.seen(job).state == "running"
+    other_launch = replace(job, job=replace(job.job, launch_id="f" * 16))
+    assert store.seen(other_launch) is None
+    (path,) = tmp_path.glob("*.seen")
+    path.write_bytes(text.encode("latin-1"))
+    assert store.seen(job) is None
+    store.see(job, "joining", {})
+    assert store.seen(job).state == "joining"
+    store.end("a", "done")
+    assert not path.exists()
+
+
 def test_a_name_is_given_once(tmp_path):
     JobStore(tmp_path).reserve(record("a"))
     with pytest.raises(UsageError, match="a job named a already exists"):

@@ -52,6 +52,6 @@ def most_ranks() -> None:
 
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1), (1, 1)])
 def test_threads_of_a_measurement_are_those_of_the_largest_node(tmp_path: Path, counts: tuple[int, ...]) -> None:
-    """Each point has the same number of threads per rank, so that of the first node could be too many on another."""
+    """Each point has the same number of threads per rank, so the first node's number could be too many on another."""
     first, *_ = call(most_ranks, tmp_path, unequal(*counts))
     assert first.stdout == f"{max(counts)}\n"

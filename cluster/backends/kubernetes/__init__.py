@@ -291,7 +291,7 @@ class KubernetesBackend(Backend):
         return self._monitor.statuses(plan)
 
     def observe_all(self, plans: Sequence[Plan]) -> list[Sequence[NodeStatus] | ClusterError]:
-        """List the pods of each namespace once. A running pod's agent still takes a command of its own."""
+        """List the pods of each namespace once. Each running pod still takes one command for its agent."""
         spaces: dict[tuple[str, str], list[int]] = {}
         for index, plan in enumerate(plans):
             spaces.setdefault(_space(plan), []).append(index)
@@ -418,7 +418,7 @@ class KubernetesBackend(Backend):
         return [*parallel.each([str(number) for number in range(len(plans))], poll).values()]
 
     def _poll(self, plan: Plan, listed: "pods.Listed | None" = None) -> NodeStatuses:
-        """Poll the pods, at most once per interval, and their agents. `listed` are those of all jobs."""
+        """Poll the pods, at most once per interval, and their agents. `listed` has the pods of all jobs."""
         attempt = self._known(plan)
         with attempt.lock:
             if attempt.retries.is_waiting:

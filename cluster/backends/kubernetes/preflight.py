@@ -258,7 +258,7 @@ def _allocatable(node: Mapping[str, Any], resource: str) -> int:
 
 
 def _claims(kubectl: Kubectl, needs: Needs) -> list[str]:
-    """Refuse claims that do not exist, or that only one pod may use; return a sentence for those of one machine."""
+    """Refuse missing claims, and those for one pod; return a sentence for each that only one machine can mount."""
     notes, missing, single = [], [], []
     for name in needs.named("persistentvolumeclaim"):
         try:

@@ -170,9 +170,9 @@ class Ready(Event):
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """A step of the training. `step` and `steps` are those of the epoch, and `eta_s` are the seconds to its end.
+    """A step of the training. `step` and `steps` count within the epoch.
 
-    `run_eta_s` are those to the end of the last epoch.
+    `eta_s` and `run_eta_s` are the seconds until the epoch and the run end.
     """
 
     epoch: int | None = optional(count)
