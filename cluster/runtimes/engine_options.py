@@ -9,22 +9,27 @@ from cluster.errors import UsageError
 
 _ONE_SHOT = "clusterctl removes a job's containers when it ends"
 _OMIT = "omit it"
+_NETWORK = "containers use the node's own network: omit it"
+_ENV = "use --env of clusterctl"
 #: The options that the launcher sets, or that would break it, and what to use instead.
 _REFUSED = {
     "name": "use --name of clusterctl",
     **dict.fromkeys(
-        ("network", "net", "publish", "p", "publish-all", "P"), "containers use the node's own network: omit it"
+        ("network", "net", "network-alias", "link", "ip", "ip6", "mac-address", "pod", "pod-id-file"), _NETWORK
     ),
+    **dict.fromkeys(("publish", "p", "publish-all", "P", "expose"), _NETWORK),
     **dict.fromkeys(
         ("hostname", "h", "add-host"), "containers use the node's own network: set names in its /etc/hosts"
     ),
-    **dict.fromkeys(("rm", "restart"), f"{_ONE_SHOT}; for restarts use --max-restarts"),
+    **dict.fromkeys(("rm", "rmi", "replace", "restart"), f"{_ONE_SHOT}; for restarts use --max-restarts"),
+    **dict.fromkeys(("init-ctr", "requires"), "clusterctl starts a node's container by itself: omit it"),
+    "timeout": "use --stall-timeout, or --time on Slurm",
     **dict.fromkeys(
         ("detach", "d", "interactive", "i", "tty", "t", "attach", "a"), "use launch --detach, or clusterctl shell"
     ),
     "entrypoint": "use --command",
     **dict.fromkeys(("user", "u", "userns"), "containers run as you: omit it"),
-    **dict.fromkeys(("env", "e"), "use --env of clusterctl"),
+    **dict.fromkeys(("env", "e", "env-host", "env-merge", "unsetenv", "unsetenv-all"), _ENV),
     "env-file": "use --env-file of clusterctl",
     **dict.fromkeys(("volume", "v", "mount", "volumes-from"), "use --mount of clusterctl"),
     **dict.fromkeys(("workdir", "w"), "use --workdir of clusterctl"),
@@ -78,13 +83,15 @@ def parse(texts: Sequence[str]) -> list[tuple[str, str]]:
             words = shlex.split(text)
         except ValueError as error:
             raise UsageError(f"{where}: {str(error).lower()}", "for example: --run-option '--memory 32g'") from None
+        if words and re.match(r"-[A-Za-z][^=]", words[0]):  # -it, -v/data:/data
+            hint = _REFUSED.get(words[0][1], f"separate what follows -{words[0][1]}, or use the long name")
+            raise UsageError(f"{where}: several options, or a value without a space before it", hint)
         match = re.fullmatch(r"--?([A-Za-z][A-Za-z0-9-]*)(?:=(.*))?", words[0], re.DOTALL) if words else None
         if match is None:
             raise UsageError(f"{where}: not an option of docker run", "for example: --run-option '--memory 32g'")
         name, value = match[1], match[2]
-        if name in _REFUSED or (len(name) > 1 and not words[0].startswith("--")):
-            hint = _REFUSED.get(name, f"use its long name, or two dashes: --{name}")
-            raise UsageError(f"{where}: clusterctl does not pass it to the container engine", hint)
+        if name in _REFUSED:
+            raise UsageError(f"{where}: clusterctl does not pass it to the container engine", _REFUSED[name])
         more = words[1:]
         if value is None and name not in _FLAGS and len(more) == 1:
             value, more = more[0], []
@@ -93,7 +100,9 @@ def parse(texts: Sequence[str]) -> list[tuple[str, str]]:
         if name in _FLAGS and value not in (None, "true", "false"):
             raise UsageError(f"{where}: --{name} takes no value", f"--run-option=--{name}")
         if name not in _FLAGS and not value:
-            raise UsageError(f"{where}: --{name} needs a value", f"for example: --run-option '--{name} VALUE'")
+            dashes = "-" if len(name) == 1 else "--"
+            hint = f"for example: --run-option '{dashes}{name} VALUE'; for an option without a value: --{name}=true"
+            raise UsageError(f"{where}: {dashes}{name} needs a value", hint)
         found.append((name, value or ""))
     return found
 

@@ -38,6 +38,20 @@ def test_compose_has_them_as_keys_of_every_service():
         assert service["devices"] == ["/dev/fuse", "/dev/kvm:/dev/kvm"]
 
 
+@pytest.mark.parametrize("text", ["-v/data:/data", "-eA=1", "-it", "--pod x", "--env-host=true", "--timeout 5"])
+def test_those_of_podman_and_those_written_together_are_refused_with_what_to_use(text):
+    with pytest.raises(UsageError) as refused:
+        engine_options.parse([text])
+    assert "clusterctl" in refused.value.hint or "omit it" in refused.value.hint or "use --" in refused.value.hint
+
+
+def test_the_hint_for_an_option_without_a_value_can_be_followed():
+    with pytest.raises(UsageError) as refused:
+        engine_options.words(["--no-hosts"])
+    assert "--no-hosts=true" in refused.value.hint
+    assert engine_options.words(["--no-hosts=true"]) == ["--no-hosts=true"]
+
+
 @pytest.mark.parametrize("name", ["name", "net", "rm", "detach", "d", "entrypoint", "user", "e", "v", "gpus", "l", "w"])
 @pytest.mark.parametrize("form", ["{}", "{}=x", "{} x"])
 def test_those_that_the_launcher_sets_are_refused(name, form):
