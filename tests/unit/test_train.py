@@ -30,6 +30,7 @@ from tests.unit.trainer_process import (
 )
 from tests.unit.yolo_folder import make_yolo_set, squares
 from trainer import contract
+from trainer.config import Hyp, load_hyp
 from trainer.engine.timing import SHARES
 from trainer.weights import checkpoint_file
 
@@ -117,7 +118,8 @@ def test_two_ranks_under_a_launcher(data: Path, tmp_path: Path) -> None:
     assert (folder / "best.pt").exists()
     options = yaml.safe_load((folder / "args.yaml").read_text())
     assert options["epochs"] == 2
-    assert options["hyp"]["lr0"] > 0
+    (tmp_path / "hyp.yaml").write_text(yaml.safe_dump(options["hyp"]))
+    assert load_hyp(str(tmp_path / "hyp.yaml"), Hyp()).lr0 == options["hyp"]["lr0"]
     assert not (tmp_path / "unused").exists()
 
 
