@@ -24,17 +24,25 @@ if TYPE_CHECKING:
 Outcome = Literal["done", "failed", "stopped"]
 #: How often, and with which pause in seconds, a taken lock is tried.
 _TRIES, _PAUSE_S = 3, 0.02
+#: How long a process that has locked a file may take to write into it who it is.
+_NAMED_WITHIN_S = 1.0
 #: How often the time is renewed at which a job was last seen in the same state.
 _SEEN_S = 5.0
 
 
 @dataclass(frozen=True)
 class Watcher:
-    """The process that supervises a job: its pid, its host, and whether it runs in the background."""
+    """The process that supervises a job: its pid, its host, and whether it runs in the background.
 
-    pid: int
+    `pid` is None and `host` empty if the disk was too full to write them.
+    """
+
+    pid: int | None
     host: str
     in_background: bool
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}" if self.pid else "another process"
 
     @property
     def is_here(self) -> bool:
@@ -120,13 +128,25 @@ class JobStore:
             yield True
 
     def watcher(self, job_id: str) -> Watcher | None:
-        """Return the process that supervises the job, or None."""
+        """Return the process that supervises the job, or None.
+
+        A process writes who it is after it has locked the file: until then, the file is empty or names an earlier one.
+        """
+        until = time.monotonic() + _NAMED_WITHIN_S
+        while (found := self._watcher(job_id)) and not _is_alive(found) and time.monotonic() < until:
+            time.sleep(_PAUSE_S)
+        return found
+
+    def _watcher(self, job_id: str) -> Watcher | None:
         try:
             with self._path(job_id).with_suffix(".lock").open() as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    pid, host, in_background = [*file.read().split(), "0", "", "0"][:3]
+                    words = file.read().split()
+                    if len(words) != 3 or not words[0].isdecimal():
+                        return Watcher(None, "", in_background=False)
+                    pid, host, in_background = words
                     return Watcher(int(pid), host, in_background == "1")
         except FileNotFoundError:
             pass
@@ -283,6 +303,19 @@ def _lock(path: Path, *, blocking: bool = True) -> Iterator[IO[str] | None]:
         except OSError as error:
             raise _unwritable(path, error) from error
         yield file if is_held else None
+
+
+def _is_alive(process: Watcher) -> bool:
+    """Return whether a process of this machine is alive; one of another machine is taken to be."""
+    if process.pid is None:
+        return False
+    try:
+        os.kill(process.pid, 0)
+    except ProcessLookupError:
+        return not process.is_here
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 def _try_lock(file: IO[str]) -> bool:

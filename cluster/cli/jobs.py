@@ -38,7 +38,7 @@ def _supervisor_of(record: JobRecord, records: JobStore) -> str:
     if record.outcome:
         return ""
     if watcher := records.watcher(record.plan.job_id):
-        return f"pid {watcher.pid} on {watcher.host}"
+        return str(watcher)
     return "the queue" if BACKENDS[record.plan.backend].requeues else _NO_SUPERVISOR
 
 

@@ -515,7 +515,7 @@ def _await_supervisor(job_id: str, records: JobStore) -> list[str]:
     with waiting(f"the supervisor of {job_id} to copy its results", _SUPERVISOR_END_S):
         while (watcher := records.watcher(job_id)) and watcher.in_background:
             if not watcher.is_here or time.monotonic() > until:
-                return [f"its supervisor is still ending: pid {watcher.pid} on {watcher.host}"]
+                return [f"its supervisor is still ending: {watcher}"]
             time.sleep(POLL_S / 4)
     return []
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from cluster import store
 from cluster.backends import BACKENDS
 from cluster.cli.main import app
 from cluster.errors import ClusterError, UsageError
@@ -210,6 +211,27 @@ def test_the_process_that_supervises_a_job_is_known_until_it_ends(tmp_path):
     assert records.watcher("a") is None
     with records.watch("a"):
         assert records.watcher("a") == Watcher(os.getpid(), socket.gethostname(), in_background=False)
+
+
+@pytest.mark.parametrize("before", ["", "4194305 {host} 1\n"], ids=["empty", "of an earlier process"])
+def test_a_process_that_has_just_locked_the_file_is_waited_for(tmp_path, monkeypatch, before):
+    """It was taken for process 0: a signal to that goes to the whole process group. No pid is above 4194304."""
+    records, lock = JobStore(tmp_path), tmp_path / "a.lock"
+    lock.write_text(before.format(host=socket.gethostname()))
+    with lock.open("r+") as file, monkeypatch.context() as patched:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        named = f"{os.getpid()} {socket.gethostname()} 1\n"
+        patched.setattr(store.time, "sleep", lambda _: lock.write_text(named))
+        assert records.watcher("a") == Watcher(os.getpid(), socket.gethostname(), in_background=True)
+
+
+def test_a_process_that_could_not_write_who_it_is_has_no_pid(tmp_path, monkeypatch):
+    """As on a full disk."""
+    monkeypatch.setattr(store, "_NAMED_WITHIN_S", 0.0)
+    with (tmp_path / "a.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        watcher = JobStore(tmp_path).watcher("a")
+    assert (watcher, str(watcher)) == (Watcher(None, "", in_background=False), "another process")
 
 
 def test_a_job_whose_state_cannot_be_read_hides_no_other(tmp_path, monkeypatch):
