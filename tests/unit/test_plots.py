@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trainer.data.loading.detection_loader import Batch
+from trainer.detectors import Sample
 from trainer.metrics import BoxMAP
 from trainer.plots import charts, class_colour, detect, plot_confusion, plot_results
 
@@ -37,28 +38,31 @@ def test_a_run_of_one_epoch_without_validation_can_be_plotted(tmp_path, row):
     assert (tmp_path / "results.png").stat().st_size > 5000
 
 
-def test_predictions_are_scaled_and_have_boxes_in_class_colours(tmp_path):
+def sample(image, true, predicted):
+    """Return an image with boxes of class 0 that are true, and of class 1 that are predicted."""
+    return Sample(image, true, [0] * len(true), predicted, [0.9] * len(predicted), [1] * len(predicted))
+
+
+def test_true_boxes_are_beside_the_predicted_ones_in_the_colours_of_their_classes(tmp_path):
     page = np.full((160, 160, 3), 200, np.uint8)
-    boxes = [[40, 60, 80, 120]]
-    detect.shown([(page, boxes, [0.9], [1]), (page, np.zeros((0, 4)), [], [])], ["cat", "dog"], tmp_path / "p.png")
+    samples = [sample(page, [[20, 40, 60, 80]], [[40, 60, 80, 120]]), sample(page, [], [])]
+    detect.shown(samples, ["cat", "dog"], tmp_path / "p.png")
     image = cv2.imread(str(tmp_path / "p.png"))
-    assert image.shape[1] > 2 * 400
-    ys, xs = np.nonzero(near(image, class_colour(1)))
-    scale = 420 / 160
-    assert (xs.min(), xs.max()) == pytest.approx(
-        (10 + 40 * scale, 10 + 80 * scale), abs=40
-    )  # a tag can be wider than its box
-    assert ys.max() == pytest.approx(10 + 120 * scale, abs=3)
-    assert ys.min() < 10 + 60 * scale - 8  # the tag is above the box
-    tag = image[ys.min() : ys.min() + 18, xs.min() : xs.min() + 60]
-    assert near(tag, (255, 255, 255)).sum() > 20  # with text on it
-    assert not near(image, class_colour(0), within=25).any()
+    scale = 360 / 160
+    # A tag can be wider than its box.
+    for index, offset, (x1, y1, x2, y2) in ((0, 10, (20, 40, 60, 80)), (1, 10 + 360 + 3, (40, 60, 80, 120))):
+        ys, xs = np.nonzero(near(image, class_colour(index)))
+        assert (xs.min(), xs.max()) == pytest.approx((offset + x1 * scale, offset + x2 * scale), abs=40)
+        assert ys.max() == pytest.approx(10 + y2 * scale, abs=3)
+        assert ys.min() < 10 + y1 * scale - 8  # the tag is above the box
+        tag = image[ys.min() : ys.min() + 18, xs.min() : xs.min() + 60]
+        assert near(tag, (255, 255, 255)).sum() > 8  # with text on it: the tag of a true box has no score
 
 
 def test_images_of_different_shapes_fit_one_grid(tmp_path):
     shapes = [(480, 640), (640, 480), (32, 32), (1000, 200), (64, 160)]
-    images = [(np.full((*shape, 3), 90, np.uint8), [[1, 1, 20, 20]], [0.5], [0]) for shape in shapes]
-    detect.shown(images, ["cat"], tmp_path / "p.jpg")
+    samples = [sample(np.full((*shape, 3), 90, np.uint8), [[1, 1, 20, 20]], [[2, 2, 20, 20]]) for shape in shapes]
+    detect.shown(samples, ["cat", "dog"], tmp_path / "p.jpg")
     assert cv2.imread(str(tmp_path / "p.jpg")).shape[2] == 3
 
 

@@ -8,6 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.unit.settings import settings
 from trainer.data.loading.detection_loader import Batch
+from trainer.detectors import Sample
 from trainer.engine.run_logger import RunLogger
 from trainer.metrics import BoxMAP
 from trainer.tasks import open_task
@@ -52,7 +53,7 @@ def task():
 
 @pytest.fixture
 def shown():
-    return [(np.full((64, 96, 3), 90, np.uint8), [[4, 4, 40, 40]], [0.5], [3])]
+    return [Sample(np.full((64, 96, 3), 90, np.uint8), [[4, 4, 44, 40]], [3], [[4, 4, 40, 40]], [0.5], [3])]
 
 
 def test_the_record_of_a_run(tmp_path, shown, task):

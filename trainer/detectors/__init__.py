@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -54,6 +56,21 @@ class Detections:
     boxes: Tensor
     scores: Tensor
     classes: Tensor
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A validation image uint8 (h, w, 3) RGB with its labels and its detections, for a plot.
+
+    Boxes are (n, 4) xyxy in px of the image, scores and classes (n,).
+    """
+
+    image: npt.NDArray[np.uint8]
+    true_boxes: npt.ArrayLike
+    true_classes: npt.ArrayLike
+    boxes: npt.ArrayLike
+    scores: npt.ArrayLike
+    classes: npt.ArrayLike
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from trainer.data.dataset import Dataset
 from trainer.data.loading.detection_loader import ValLoader
 from trainer.data.progress import track
 from trainer.data.registry import open_dataset
-from trainer.detectors import Detections, Limits
+from trainer.detectors import Detections, Limits, Sample
 from trainer.detectors.detector import Detector
 from trainer.distributed import comm
 from trainer.engine.events import Events
@@ -26,7 +26,7 @@ from trainer.inference.formats import CocoTruth, coco_results, image_ids, unique
 from trainer.inference.score import check_names
 from trainer.inference.trained import load_trained, type_for
 from trainer.metrics import BoxMAP, BoxScores
-from trainer.tasks.detection import SHOWN, Shown, count, detect, sure_of
+from trainer.tasks.detection import SHOWN, count, detect, sample_of
 from trainer.weights import checkpoint_file
 
 
@@ -122,21 +122,22 @@ class _RankResult:
     def __init__(self, settings: ValSettings, names: list[str], truth: CocoTruth | None) -> None:
         self.metric = BoxMAP(names, by_area=True, yolov5=settings.v5_map)
         self._settings, self._names, self._truth = settings, names, truth
-        self._shown: dict[int, Shown] = {}
+        self._shown: dict[int, Sample] = {}
         self._found: dict[int, tuple[Any, Any, Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_truth": None}  # all ranks have read it
 
     def add(self, dataset: Dataset, index: int, found: Detections) -> None:
-        s = self._settings
+        s, shown = self._settings, None
         if self._truth:
             truth = self._truth.of(dataset.name(index))
+            shown = truth[:2]
             self.metric.update(index, found.boxes, found.scores, found.classes, *truth)
         else:
             count(self.metric, dataset, index, found)
         if s.plots and len(self._shown) < SHOWN:
-            self._shown[index] = sure_of(dataset, index, found)
+            self._shown[index] = sample_of(dataset, index, found, shown)
         if s.save_json or s.save_txt:
             self._found[index] = (found.boxes.numpy(), found.scores.numpy(), found.classes.numpy())
 

@@ -9,16 +9,17 @@ import numpy.typing as npt
 
 from trainer.data.dataset import Dataset, Image
 from trainer.data.loading.detection_loader import Batch
+from trainer.detectors import Sample
 from trainer.metrics import BoxMAP
 from trainer.plots import charts
-from trainer.plots.drawing import draw_boxes, scaled, write_grid
+from trainer.plots.drawing import captioned, draw_boxes, scaled, write_grid
 
-_CELL_PX = 420  # longer side of an image in the grid
+_CELL_PX = 420  # longer side of an image in the grid of a training batch
+_SAMPLE_PX = 360  # longer side of each of the two images of a sample
+_PAIR_GAP_PX = 3
 _MOST_BINS = 50
 _MOST_IMAGES = 16  # of a training batch
-
-# image uint8 (h, w, 3) RGB, boxes (n, 4) xyxy px, scores (n,) or None, classes (n,)
-Prediction = tuple[Image, npt.ArrayLike, npt.ArrayLike | None, npt.ArrayLike]
+_TEXT = (60, 60, 60)  # RGB of a caption
 
 
 def labels(dataset: Dataset, path: Path) -> None:
@@ -60,23 +61,36 @@ def whole_bins(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 def batch(batch: Batch, names: Sequence[str], path: Path) -> None:
     """Write a grid of the first augmented images of a training batch, with their labels."""
     side = np.tile(batch.images.shape[2:0:-1], 2)  # w, h, w, h
-    images = []
+    cells = []
     for k, image in enumerate(batch.images[:_MOST_IMAGES].cpu().numpy()):
         rows = batch.labels[batch.labels[:, 0] == k].numpy()
         centre, half = rows[:, 2:4], rows[:, 4:] / 2
-        images.append((image, np.concatenate([centre - half, centre + half], 1) * side, None, rows[:, 1]))
-    shown(images, names, path)
+        boxes = np.concatenate([centre - half, centre + half], 1) * side
+        cells.append(_cell(image, _CELL_PX, boxes, None, rows[:, 1], names))
+    write_grid(cells, path)
 
 
-def shown(predictions: Sequence[Prediction], names: Sequence[str], path: Path) -> Image:
-    """Write a grid of images with boxes, class names and scores to `path` (.png or .jpg), and return it."""
+def shown(samples: Sequence[Sample], names: Sequence[str], path: Path) -> Image:
+    """Write a grid of validation images to `path` (.png or .jpg), each with its labels and its detections; return it.
+
+    A detection has its score. An object that was missed has a box on the left only.
+    """
     cells = []
-    for image, boxes, scores, classes in predictions:
-        cell = scaled(image, _CELL_PX)
-        scale = _CELL_PX / max(image.shape[:2])
-        draw_boxes(cell, np.asarray(boxes, np.float64).reshape(-1, 4) * scale, scores, classes, names)
-        cells.append(cell)
+    for sample in samples:
+        true = _cell(sample.image, _SAMPLE_PX, sample.true_boxes, None, sample.true_classes, names)
+        predicted = _cell(sample.image, _SAMPLE_PX, sample.boxes, sample.scores, sample.classes, names)
+        true, predicted = captioned(true, "true", _TEXT), captioned(predicted, "predicted", _TEXT)
+        gap = np.full((len(true), _PAIR_GAP_PX, 3), 255, np.uint8)
+        cells.append(np.concatenate((true, gap, predicted), 1))
     return write_grid(cells, path)
+
+
+def _cell(image: Image, side: int, boxes: Any, scores: Any, classes: Any, names: Sequence[str]) -> Image:
+    """Return the image with a longer side of `side` px and its boxes."""
+    cell = scaled(image, side)
+    scale = side / max(image.shape[:2])
+    draw_boxes(cell, np.asarray(boxes, np.float64).reshape(-1, 4) * scale, scores, classes, names)
+    return cell
 
 
 def metric(metric: BoxMAP, folder: Path) -> None:

@@ -15,7 +15,7 @@ from trainer.data.augment.device_painter import choose_painter
 from trainer.data.dataset import Dataset, NoImages
 from trainer.data.loading.detection_loader import TrainLoader, ValBatch, ValLoader
 from trainer.data.registry import Split, open_datasets
-from trainer.detectors import Detections, Limits, build, load_weights, read_cfg
+from trainer.detectors import Detections, Limits, Sample, build, load_weights, read_cfg
 from trainer.detectors.detector import Detector, to_original
 from trainer.errors import TrainerError
 from trainer.losses import Criterion
@@ -26,8 +26,6 @@ from trainer.weights import checkpoint_file
 DEFAULT_CFG = "yolov5n.yaml"
 SHOWN = 12  # validation images in the plot of predictions
 SHOWN_CONFIDENCE = 0.25  # the plot has no boxes below this score; mAP uses all
-
-Shown = tuple[Any, Any, Any, Any]  # an image uint8 (h, w, 3) RGB, boxes (n, 4) xyxy in px, scores (n,), classes (n,)
 
 
 class Detection(Task):
@@ -139,11 +137,11 @@ class Detection(Task):
         self, model: nn.Module, batches: Iterable[ValBatch], device: torch.device, dtype: torch.dtype
     ) -> tuple[BoxMAP, list[Any]]:
         """Return this rank's metric over its batches, and its first images with their predictions."""
-        metric, shown = self.metric(), list[Shown]()
+        metric, shown = self.metric(), list[Sample]()
         for image_id, found in detect(Detector(model, self._parts, device, dtype, Limits()), batches):
             count(metric, self.val_set, image_id, found)
             if len(shown) < SHOWN:
-                shown.append(sure_of(self.val_set, image_id, found))
+                shown.append(sample_of(self.val_set, image_id, found))
         return metric, shown
 
 
@@ -165,14 +163,21 @@ def detect(detector: Detector, batches: Iterable[ValBatch]) -> Iterator[tuple[in
 
 def count(metric: BoxMAP, dataset: Dataset, image_id: int, found: Detections) -> None:
     """Add the detections and the ground truth of an image to the metric."""
+    true_boxes, true_classes = truth_of(dataset, image_id)
+    metric.update(image_id, found.boxes, found.scores, found.classes, true_boxes, true_classes)
+
+
+def truth_of(dataset: Dataset, image_id: int) -> tuple[Any, Any]:
+    """Return an image's labels: boxes (n, 4) xyxy in px of the original image, and classes (n,)."""
     labels, (height, width) = dataset.labels(image_id), dataset.size(image_id)
     centre, half = labels[:, 1:3], labels[:, 3:] / 2
-    truth = np.concatenate((centre - half, centre + half), 1) * np.array([width, height, width, height])
-    metric.update(image_id, found.boxes, found.scores, found.classes, truth, labels[:, 0])
+    boxes = np.concatenate((centre - half, centre + half), 1) * np.array([width, height, width, height])
+    return boxes, labels[:, 0]
 
 
-def sure_of(dataset: Dataset, image_id: int, found: Detections) -> Shown:
-    """Return an image with its detections above SHOWN_CONFIDENCE."""
+def sample_of(dataset: Dataset, image_id: int, found: Detections, truth: tuple[Any, Any] | None = None) -> Sample:
+    """Return an image with its labels, or those in `truth` (boxes, classes), and its detections that are sure."""
     sure = found.scores >= SHOWN_CONFIDENCE
     boxes, scores, classes = (part[sure].numpy() for part in (found.boxes, found.scores, found.classes))
-    return dataset.image(image_id), boxes, scores, classes
+    true_boxes, true_classes = truth or truth_of(dataset, image_id)
+    return Sample(dataset.image(image_id), true_boxes, true_classes, boxes, scores, classes)
