@@ -1,11 +1,14 @@
 """Training display: a progress bar on a terminal, else plain lines."""
 
 import math
+import shutil
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 PLAIN_EVERY_S = 10.0
+WIDE = 120  # columns of a terminal that has room for the parts of the loss
 
 
 class TrainingDisplay:
@@ -18,6 +21,7 @@ class TrainingDisplay:
         self._task: Any = None
         self._last = time.monotonic()
         self._terminal = enabled and not launched and sys.stdout.isatty()
+        self._is_wide = not self._terminal or shutil.get_terminal_size().columns >= WIDE
 
     def print(self, text: str) -> None:
         """Print one line."""
@@ -31,10 +35,10 @@ class TrainingDisplay:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("epoch {task.description}"), BarColumn(), TaskProgressColumn())
-        rates = TextColumn("loss {task.fields[loss]}   {task.fields[rate]} images/s   epoch ends in")
+        rates = TextColumn("{task.fields[losses]}   {task.fields[rate]} images/s   epoch ends in")
         run = TextColumn("run in {task.fields[run]}")
         self._bar = Progress(*columns, rates, TimeRemainingColumn(), run, transient=True)
-        self._task = self._bar.add_task(f"{epoch}/{epochs}", total=steps, loss="-", rate="-", run="-:--")
+        self._task = self._bar.add_task(f"{epoch}/{epochs}", total=steps, losses="loss -", rate="-", run="-:--")
         self._bar.start()
 
     def progress(
@@ -48,15 +52,26 @@ class TrainingDisplay:
         images_per_s: float,
         eta_s: float,
         run_eta_s: float,
+        terms: Mapping[str, float] | None = None,
+        memory: int = 0,
     ) -> None:
-        """Update the bar; without a terminal, print a line every ten seconds."""
+        """Update the bar; without a terminal, print a line every ten seconds.
+
+        `terms` are the parts of the loss by name, and `memory` is what the GPU has reserved, in bytes (0: no GPU).
+        """
         run = _clock(run_eta_s)
+        losses = f"loss {loss:.3f}"
+        if terms and len(terms) > 1 and self._is_wide:
+            parts = ", ".join(f"{name} {value:.3f}" for name, value in terms.items())
+            losses += f" ({parts})"
+        if memory:
+            losses += f"   {memory / 1e9:.1f} GB"
         if self._bar:
-            self._bar.update(self._task, completed=step, loss=f"{loss:.3f}", rate=f"{images_per_s:.0f}", run=run)
+            self._bar.update(self._task, completed=step, losses=losses, rate=f"{images_per_s:.0f}", run=run)
         elif self._enabled and not self._launched and time.monotonic() - self._last > PLAIN_EVERY_S:
             self._last = time.monotonic()
             self.print(
-                f"epoch {epoch}/{epochs}   step {step}/{steps}   loss {loss:.3f}   {images_per_s:.0f} images/s"
+                f"epoch {epoch}/{epochs}   step {step}/{steps}   {losses}   {images_per_s:.0f} images/s"
                 f"   epoch ends in {eta_s:.0f} s, run in {run}"
             )
 

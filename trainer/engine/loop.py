@@ -362,18 +362,20 @@ class TrainLoop:
         epoch_ends_in_s = (steps - state.step) * step_s
         # The last epoch's time includes its validation.
         epoch_s = self.results.history[-1]["seconds"] if self.results.history else steps * step_s
+        losses = training.meter.reduced.tolist()
         fields: dict[str, Any] = {
             "epoch": state.epoch + 1,
             "epochs": epochs,
             "step": state.step,
             "steps": steps,
-            "loss": float(training.meter.reduced.sum()),
+            "loss": sum(losses),
             "images_per_s": images / seconds,
             "eta_s": epoch_ends_in_s,
             "run_eta_s": epoch_ends_in_s + (epochs - state.epoch - 1) * epoch_s,
         }
         training.events.progress(**fields)
-        training.display.progress(**fields)
+        terms = dict(zip(training.task.terms, losses, strict=True))
+        training.display.progress(**fields, terms=terms, memory=memory.reserved(training.device))
 
     def _save(self, best: bool = False, keep: str = "") -> None:
         training = self.training

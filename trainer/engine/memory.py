@@ -33,3 +33,8 @@ def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return any(message in str(error).lower() for message in _MESSAGES)
+
+
+def reserved(device: torch.device) -> int:
+    """Return the bytes that torch has reserved on a GPU, as `nvidia-smi` shows without CUDA's own; 0 on the CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

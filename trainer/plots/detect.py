@@ -39,7 +39,13 @@ def labels(dataset: Dataset, path: Path) -> None:
     charts.style_axes(panels[0, 1], title, "boxes in an image", "images")
     for axes, title, x, y, axis_labels in (
         (panels[1, 0], "centers of the boxes", rows[:, 1], rows[:, 2], ("x", "y (from the top)")),
-        (panels[1, 1], "sizes of the boxes", rows[:, 3], rows[:, 4], ("width / image's", "height / image's")),
+        (
+            panels[1, 1],
+            "sizes of the boxes",
+            rows[:, 3],
+            rows[:, 4],
+            ("width (share of the image)", "height (share of the image)"),
+        ),
     ):
         # Square roots: rare positions and sizes stay visible.
         drawn = axes.hist2d(x, y, bins=32, range=[[0, 1], [0, 1]], cmap="Blues", norm=PowerNorm(0.5))
