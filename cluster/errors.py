@@ -72,7 +72,12 @@ def with_hint(why: str, hint: str) -> str:
 
 def near_or_all(name: str, known: Sequence[str]) -> str:
     """Return a hint with the names that are like an unknown one, or else with all."""
+    return meant(name, known) or f"use one of: {', '.join(known)}"
+
+
+def meant(name: str, known: Sequence[str]) -> str:
+    """Return a question with the names that are like an unknown one, or ""."""
     import difflib
 
     near = difflib.get_close_matches(name, known, 2)
-    return f"did you mean {' or '.join(near)}?" if near else f"use one of: {', '.join(known)}"
+    return f"did you mean {' or '.join(near)}?" if near else ""

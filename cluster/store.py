@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal
 
-from cluster.errors import ClusterError, NameTakenError, UsageError
+from cluster.errors import ClusterError, NameTakenError, UsageError, meant
 from cluster.spec.model import NAME, JobRecord
 
 if TYPE_CHECKING:
@@ -215,11 +215,11 @@ class JobStore:
         )
 
     def load(self, job_id: str) -> JobRecord:
-        """Return the record of a job. Raise UsageError with the known names if there is none."""
+        """Return the record of a job. Raise UsageError with the names that are like it if there is none."""
         path = self._path(job_id) if NAME.fullmatch(job_id) else None
         if path is None or not _exists(path):
-            known = ", ".join(record.plan.job_id for record in self) or "none"
-            raise UsageError(f"no job {job_id!r} (known: {known})", "to list all jobs: clusterctl ps --all")
+            question = meant(job_id, [record.plan.job_id for record in self])
+            raise UsageError(f"no job {job_id!r}", f"{question} to list all jobs: clusterctl ps --all".strip())
         return _load(path)
 
     def is_taken(self, job_id: str) -> bool:

@@ -192,7 +192,7 @@ def device(found: Mapping[str, Found], given: str) -> str:
     if without and len(without) < len(found):
         others = [name for name in found if name not in without]
         hint = f"omit them: clusterctl init {' '.join(others)}; or use --device cpu for all"
-        raise ClusterError(f"no GPU on {', '.join(without)}, but on {', '.join(others)}", hint)
+        raise ClusterError(f"nodes without a GPU: {', '.join(without)}; with GPUs: {', '.join(others)}", hint)
     return "cpu" if without else "cuda"
 
 

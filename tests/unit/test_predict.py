@@ -175,7 +175,7 @@ def test_patterns_lists_and_equal_file_names(predict, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "--source: not given"),
+        ((), "--source is required"),
         (("no.jpg",), "--source no.jpg: no such file or folder"),
         (("no*.jpg",), "--source no*.jpg: no image or video"),
         (("empty",), "--source empty: no image or video"),

@@ -118,10 +118,18 @@ def test_jobs_are_listed_oldest_first(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nothing", "../../etc/passwd", ""])
-def test_an_unknown_job_is_an_error_that_names_the_known(tmp_path, name):
+def test_an_unknown_job_is_an_error(tmp_path, name):
     JobStore(tmp_path).reserve(record("a"))
-    with pytest.raises(UsageError, match="known: a"):
+    with pytest.raises(UsageError, match="no job"):
         JobStore(tmp_path).load(name)
+
+
+def test_a_job_with_a_misspelled_name_is_suggested(tmp_path):
+    for name in ("digits-1a2b", "coco"):
+        JobStore(tmp_path).reserve(record(name))
+    with pytest.raises(UsageError) as error:
+        JobStore(tmp_path).load("digit-1a2b")
+    assert error.value.hint.startswith("did you mean digits-1a2b? ")
 
 
 def test_a_damaged_record_is_named(tmp_path):
@@ -149,7 +157,7 @@ def test_a_record_that_cannot_be_read_does_not_hide_the_others(damaged, tmp_path
     assert [(each.job_id, each.path) for each in damaged.unreadable()] == [("b", tmp_path / "b.json")]
     damaged.end("a", "done")
     assert damaged.load("a").outcome == "done"
-    with pytest.raises(UsageError, match="known: a"):
+    with pytest.raises(UsageError, match="no job"):
         damaged.load("c")
 
 

@@ -278,7 +278,7 @@ def test_resuming_with_another_batch_or_changed_data_is_refused(data: Path, tmp_
     (tmp_path / "set" / "images" / "train" / "3.png").unlink()
     (tmp_path / "set" / "labels" / "train" / "3.txt").unlink()
     for more, said in (
-        (["runs/train", "--batch", "4"], "--batch is 4, the checkpoint was made with 5"),
+        (["runs/train", "--batch", "4"], "--batch 4: the checkpoint was written with 5"),
         (["--project", "none"], "--resume: no last.pt in any folder of none"),
         (["runs/train"], "has other images or labels than when the checkpoint was written"),
     ):

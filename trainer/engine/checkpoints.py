@@ -165,7 +165,7 @@ def _compare(name: str, now: Any, before: Any) -> None:
     if now != before:
         option = option_of(name)
         raise TrainerError(
-            f"{option} is {_short(now, before)}, the checkpoint was made with {_short(before, now)}",
+            f"{option} {_short(now, before)}: the checkpoint was written with {_short(before, now)}",
             f"resume with the same {option}, or start a new run from its weights with --weights",
         )
 

@@ -41,7 +41,7 @@ def is_video(path: Path) -> bool:
 def find_sources(sources: Sequence[str]) -> list[Path]:
     """Return the images and videos of files, folders (without subfolders), patterns and .txt lists of paths."""
     if not sources:
-        raise TrainerError("--source: not given", "use images, videos, folders, patterns or a .txt list")
+        raise TrainerError("--source is required", "name images, videos, folders, patterns or a .txt list of paths")
     found = list(itertools.chain.from_iterable(_expand(source) for source in sources))
     return list(dict.fromkeys(found))
 
@@ -49,7 +49,9 @@ def find_sources(sources: Sequence[str]) -> list[Path]:
 def _expand(source: str) -> list[Path]:
     where, path = f"--source {source}", Path(source)
     if (source.isdecimal() and not path.exists()) or "://" in source:
-        raise TrainerError(f"{where}: cameras and URLs are not supported", "save it as an image or video first")
+        raise TrainerError(
+            f"{where}: cameras and URLs are not supported", "save the images or the video to a file, and name that"
+        )
     if path.suffix.lower() == ".txt" and path.is_file():
         return _read_list(path, where)
     if path.is_dir():

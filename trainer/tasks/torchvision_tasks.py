@@ -151,7 +151,7 @@ class Classification(TorchvisionTask):
             raise TrainerError("--hyp: mixup and cutmix are shares of the steps, together at most 1")
         if s.hyp.randaugment % 1 or not 0 <= s.hyp.randaugment <= _MAGNITUDES:
             what = f"--hyp: randaugment must be a whole number from 0 to {_MAGNITUDES}, not {s.hyp.randaugment:g}"
-            raise TrainerError(what, "9 is usual, 0 is off")
+            raise TrainerError(what, "use 9, the usual value, or 0 to turn it off")
         self.train_set = open_classification(s.data, "train")
         self.names = self.train_set.names
         self.val_set = NoImages(self.names) if s.noval else open_classification(s.data, "val")

@@ -290,12 +290,12 @@ class Options(Keys):
     def _check(self) -> Options:
         for where, values in (("requests", self.requests), ("limits", self.limits)):
             if self.gpu_resource in values:
-                raise UsageError(f"{where}: {self.gpu_resource} is what --gpus counts", "omit it, and use --gpus")
+                raise UsageError(f"{where}: {self.gpu_resource} cannot be set here", "set GPUs with --gpus")
             for name in values:
                 if name in self.devices:
                     raise UsageError(f"{where}: {name} is also in devices", "list it once, in devices")
         if self.gpu_resource in self.devices:
-            raise UsageError(f"devices: {self.gpu_resource} is what --gpus counts", "omit it, and use --gpus")
+            raise UsageError(f"devices: {self.gpu_resource} cannot be set here", "set GPUs with --gpus")
         for name, value in self.requests.items():
             if name in self.limits and amount(value) > amount(self.limits[name]):
                 why = f"requests: {name} {value} is more than its limit {self.limits[name]}"

@@ -31,7 +31,7 @@ class Folder:
         self._root = found[0]
         broken = [str(path) for path in sorted(self._root.iterdir()) if path.is_symlink() and not path.exists()]
         if broken:
-            raise TrainerError(f"{broken[0]}: a link that leads to nothing", LINK_HINT)
+            raise TrainerError(f"{broken[0]}: broken symbolic link", LINK_HINT)
         # Skip hidden names: `.ipynb_checkpoints` is no class, and `._1.jpg` of macOS no image.
         self.names = sorted(path.name for path in self._root.iterdir() if path.is_dir() and path.name[0] != ".")
         paths = [[os.path.relpath(path, self._root) for path in images_below(self._root / name)] for name in self.names]
