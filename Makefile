@@ -7,7 +7,7 @@ GPUS ?= 2
 export BASE_IMAGE CI DEVICE ENGINE PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help run venv image engine check test test-fast test-gpu test-real test-kubernetes testbed testbed-kubernetes \
+.PHONY: help run venv image engine check test test-prepare test-fast test-gpu test-real test-kubernetes testbed testbed-kubernetes \
 	testbed-down docs diagrams readme golden lock dist clean
 
 help:  ## this list
@@ -41,6 +41,9 @@ check: venv  ## formatting, lint, types, import directions, words, shell scripts
 
 test: venv check  ## check, and all tests except those on three hosts (ENGINE=no: without a Docker Engine)
 	@packaging/test.sh $(IMAGE)
+
+test-prepare: venv  ## what the tests need: packages, a Docker Engine, the container image
+	@packaging/test.sh $(IMAGE) prepare
 
 test-fast: venv  ## unit and golden tests without the slow ones, while you edit (ARGS="-k NAME")
 	GOMP_SPINCOUNT=3000 $(BIN)/python -m pytest -n 3 --dist worksteal tests/unit tests/golden -m "not slow" $(ARGS)

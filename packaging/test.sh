@@ -4,6 +4,7 @@
 #   packaging/test.sh IMAGE          all tests except those on the testbed; builds the container image IMAGE
 #   packaging/test.sh IMAGE real     the tests on the three hosts of the testbed
 #   packaging/test.sh IMAGE kubernetes     the tests on Kubernetes on these hosts
+#   packaging/test.sh IMAGE prepare        no tests: only what they need
 #
 # Without a Docker Engine, the tests that need one are listed but not run; with CI=true, that is a failure. ENGINE=no
 # skips them.
@@ -58,7 +59,7 @@ test_on_another_python() {
         return
     fi
     echo "test: the launcher on $("$another_venv/bin/python" --version)"
-    exec "$another_venv/bin/python" -m pytest -q -n 2 -p no:cacheprovider tests/unit tests/golden
+    "$another_venv/bin/python" -m pytest -q -n 2 -p no:cacheprovider tests/unit tests/golden
 }
 
 # The tests start sshd on loopback addresses. Those that need Chromium, Prometheus or MLflow are skipped without it, but not in CI.
@@ -103,7 +104,7 @@ install_ultralytics() {
             polars-runtime-32==2.1.0 psutil==7.2.2
     done
 }
-if [ "${CI:-}" = true ] && [ -z "${2:-}" ]; then
+if [ "${CI:-}" = true ] && { [ -z "${2:-}" ] || [ "$2" = prepare ]; }; then
     install_trackers
     install_ultralytics
     install_kubernetes_schemas
@@ -118,22 +119,22 @@ else
     "$HERE/image.sh" "$IMAGE"
 fi
 
-if [ -z "${2:-}" ]; then
+if [ "${2:-}" = prepare ]; then
+    install_another_python
+elif [ -z "${2:-}" ]; then
     # Most contract tests wait for processes, and most unit tests compute: side by side they use the cores best.
     install_another_python
     chosen="not real and not kubernetes and not gpu${missing:+ and not engine}"
     mkdir -p .make
-    echo "test: in the background, with its output at the end: tests/contract, tests/engine, the launcher on another Python"
+    echo "test: in the background, with its output at the end: tests/contract, tests/engine"
     $PYTEST -n 3 --dist worksteal -m "$chosen" --durations 10 tests/contract tests/engine >.make/contract.log 2>&1 &
     contract=$!
-    test_on_another_python >.make/another-python.log 2>&1 &
-    another=$!
-    trap 'kill "$contract" "$another"; exit 130' INT TERM  # a process in the background ignores Ctrl-C
+    trap 'kill "$contract"; exit 130' INT TERM  # a process in the background ignores Ctrl-C
     failed=
     $PYTEST -n 2 --dist worksteal -m "$chosen" --durations 10 tests/unit tests/golden || failed=yes
-    wait "$another" || failed=yes
+    test_on_another_python || failed=yes
     wait "$contract" || failed=yes
-    cat .make/another-python.log .make/contract.log
+    cat .make/contract.log
     [ -z "$failed" ] || exit 1
     [ -z "$missing" ] || list_tests_not_run "$missing" engine
 elif [ -n "$missing" ]; then
