@@ -344,7 +344,8 @@ class NodeStatus:
     heartbeat of that agent: clocks differ, and are set.
     `lost` says how many lines its log lacks, and why. `quiet_s` is the time since a rank wrote its last line.
     `is_final`: the node could not start, and another attempt could not, either. `starts_over`: what was seen of it
-    before no longer holds, because the attempt has given its machines back and starts again later.
+    before no longer holds, because the attempt has given its machines back and starts again later. `is_cancelled`: its
+    queue was asked to end the job, so it is not restarted.
     """
 
     node: str
@@ -364,6 +365,7 @@ class NodeStatus:
     quiet_s: float = 0.0
     is_final: bool = False
     starts_over: bool = False
+    is_cancelled: bool = False
 
 
 @dataclass(frozen=True)

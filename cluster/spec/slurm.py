@@ -80,14 +80,13 @@ FORMAT = ",".join(f"{name}:{width}" for name, width in COLUMNS.items())
 _PENDING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "CONFIGURING")
 _STARTED = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "COMPLETING")
 _PHASES: dict[str, Phase] = {**dict.fromkeys(_PENDING, "pending"), **dict.fromkeys(_STARTED, "starting")}
-#: Messages for final states, except COMPLETED and FAILED. A node's own exit status has precedence.
+#: Messages for final states, except COMPLETED, FAILED and CANCELLED. A node's own exit status has precedence.
 _ENDS = {
-    "CANCELLED": "cancelled with scancel",
     "TIMEOUT": "it reached its time limit (--time)",
     "NODE_FAIL": "its node failed",
     "OUT_OF_MEMORY": "out of memory (--set mem=...)",
 }
-CANCELLED = _ENDS["CANCELLED"]
+CANCELLED = "cancelled with scancel"
 
 
 def checked(options: Mapping[str, str]) -> Mapping[str, str]:
@@ -225,9 +224,12 @@ def statuses(
     for rank, status in enumerate(own):
         where = f"on {hosts[rank]}" if attempt == plan.attempt and rank < len(hosts) else ""
         if status.phase == "exited":
-            was_cancelled = found is not None and found.state == "CANCELLED"
-            changes = {"detail": CANCELLED} if was_cancelled else {"where": where}
-            made.append(replace(status, **(changes if status.exit_code else {"detail": ""})))  # type: ignore[arg-type]
+            if not status.exit_code:
+                made.append(replace(status, detail=""))
+            elif found is not None and found.state == "CANCELLED":
+                made.append(replace(status, detail=CANCELLED, is_cancelled=True))
+            else:
+                made.append(replace(status, where=where))
         elif requeued:
             made.append(NodeStatus(status.node, "lost", detail=f"Slurm requeued the job {where}".strip()))
         elif found is None:
@@ -268,9 +270,10 @@ def _ended(node: str, found: Row, why: str) -> NodeStatus:
     code, _, signal = found.exit_code.partition(":")
     if found.state == "COMPLETED":
         return NodeStatus(node, "exited", 0)
+    if found.state == "CANCELLED":
+        return NodeStatus(node, "exited", 143, CANCELLED, is_cancelled=True)
     if found.state != "FAILED":
-        why = _ENDS.get(found.state, f"Slurm ended it: {found.state}")
-        return NodeStatus(node, "exited" if found.state == "CANCELLED" else "lost", 143, why)
+        return NodeStatus(node, "lost", 143, _ENDS.get(found.state, f"Slurm ended it: {found.state}"))
     if signal == "53" or code == str(EXIT_NOT_SHARED):  # 53: Slurm cannot open the output file
         why = f"the run directory is not shared by all nodes: {why or 'missing on the first'}"
     why = why or f"the batch script exited with {found.exit_code}"

@@ -41,8 +41,8 @@ class NodeView:
     """A node's phase as the user sees it, and how the node ended.
 
     `since` is the time at which the phase began, `note` describes the phase. `reached` is set once the node connected
-    to the master. `silent`, `failure`, `stall`, `leaving`, `usage`, `lost`, `quiet_s` and `is_final` are those of
-    NodeStatus.
+    to the master. `silent`, `failure`, `stall`, `leaving`, `usage`, `lost`, `quiet_s`, `is_final` and
+    `is_cancelled` are those of NodeStatus.
     `unanswered_since` is the time from which the machine's silence counts as a failure, and None while it answers.
     `left_at` is the time at which the programs of all its ranks had ended, and None before.
     """
@@ -66,6 +66,7 @@ class NodeView:
     lost: str = ""
     quiet_s: float = 0.0
     is_final: bool = False
+    is_cancelled: bool = False
 
 
 @dataclass
@@ -262,7 +263,8 @@ def _fold_status(node: NodeView, status: NodeStatus, now: float) -> None:
         detail = status.detail or (f"exit {status.exit_code}" if status.phase == "exited" else "")
         node.note = "; ".join(filter(None, (detail, status.where)))
         node.phase, node.since, node.exit_code, node.ended_at = status.phase, now, status.exit_code, status.ended_at
-        node.where, node.failure, node.is_final = status.where, status.failure, status.is_final
+        node.where, node.failure = status.where, status.failure
+        node.is_final, node.is_cancelled = status.is_final, status.is_cancelled
     elif _ORDER[status.phase] > _ORDER[node.phase] or (status.starts_over and status.phase != node.phase):
         node.phase, node.since, node.note = status.phase, now, status.detail
         node.reached = node.reached and not status.starts_over

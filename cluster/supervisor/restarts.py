@@ -72,7 +72,7 @@ RULES = (
     Rule(
         "`scancel` ended the job",
         "no restart",
-        lambda ended: ended.first is not None and ended.first.note == slurm.CANCELLED,
+        lambda ended: ended.first is not None and ended.first.is_cancelled,
         "it was cancelled with scancel",
     ),
     Rule(

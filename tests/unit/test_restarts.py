@@ -9,7 +9,6 @@ import pytest
 from cluster.agent.app.node_agent.events import event
 from cluster.backends import BACKENDS
 from cluster.errors import UnreachableError
-from cluster.spec import slurm
 from cluster.spec.model import Job, Machine, NodeStatus, Queue
 from cluster.spec.status import Failure
 from cluster.supervisor import job_state, restarts
@@ -98,7 +97,7 @@ def test_every_rule_decides():
     """Each rule is the first that applies for an attempt; without it another one would decide."""
     lost, error = seen(b=NodeStatus("b", "lost", detail="gone")), seen(progress(7), b=failed("b", "ValueError: x"))
     early = seen(b=failed("b", "ValueError: x"))
-    cancelled = seen(b=NodeStatus("b", "exited", 143, slurm.CANCELLED))
+    cancelled = seen(b=NodeStatus("b", "exited", 143, is_cancelled=True))
     cases = {
         "scancel": (JOB, cancelled, "failed", 1),
         "a pod can never start": (JOB, seen(a=NodeStatus("a", "exited", 2, "no image", is_final=True)), "failed", 1),

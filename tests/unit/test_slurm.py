@@ -218,7 +218,7 @@ def test_an_option_that_slurm_does_not_support_is_one_error_line(slurm_cluster, 
 def test_a_cancelled_job_is_not_restarted():
     own = [NodeStatus("node-0", "exited", 135, "", 5.0), OWN[1]]
     statuses = seen(line("CANCELLED"), own=own)
-    assert {each.detail for each in statuses} == {slurm.CANCELLED}
+    assert {(each.detail, each.is_cancelled) for each in statuses} == {("cancelled with scancel", True)}
     view = job_state.fold(job_state.start(PLAN, 1.0), statuses, [], 6.0)
     past = [restarts.failure(view, "failed")]
     assert restarts.refusal(JOB, view, "failed", past) == "it was cancelled with scancel"
