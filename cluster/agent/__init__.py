@@ -1,9 +1,7 @@
-"""Programs that run on a node, or on the login node of a Slurm cluster.
+"""Programs that run on a node.
 
 local and ssh: check.sh (preflight), queue.sh (launch --wait), start.sh, node.sh, agent.pyz, poll.sh, stop.sh,
-orphans.sh.
-slurm: slurm_check.sh, slurm_submit.sh or slurm_array.sh, batch.sh, slurm_node.sh, node.sh, agent.pyz, slurm_poll.sh,
-slurm_cancel.sh, slurm_queued.sh. common.sh has functions that they share.
+orphans.sh. common.sh has functions that they share, also with the scripts of other backends in cluster/backends/.
 
 Variables of the agent, besides torchrun's `PET_*` and those that docs/reference/contract.md has for the trainer:
 

@@ -56,26 +56,6 @@ having() { grep -lzxs -- "$1" /proc/[0-9]*/environ | cut -d/ -f3; }
 # The real user of the process $1. The owner of /proc/$1 is root for a process with special rights.
 user_of() { sed -n 's/^Uid:[[:space:]]*\([0-9]*\).*/\1/p' "/proc/$1/status" 2>/dev/null; }
 
-# The number of the Slurm job of the folder $1: 123, 123_4 for a task of an array, or nothing if it is not known yet.
-# agent/batch.sh renews it when it submits the job again.
-submitted() { sed -n 's/^Submitted batch job \([0-9]*\).*/\1/p; s/^[0-9]*_[0-9]*$/&/p' "$1/submitted" 2>/dev/null | tail -n 1; }
-
-# Whether the batch script of the Slurm job $2 has the launch ID $1; 2 if that cannot be read, because the job has ended.
-has_launch() {
-    local text
-    text=$(timeout 20 scontrol write batch_script "${2%_*}" - 2>/dev/null)
-    [[ $text == '#!'* ]] || return 2 # scontrol exits with 0 even if there is no such job
-    [[ $text == *"$1"* ]]
-}
-
-# The numbers of this user's jobs in Slurm's queue that have the launch ID $1 and the name $2, or are an array with such a
-# job. Fails if the queue does not answer.
-queued() {
-    local number numbers
-    numbers=$(timeout 20 squeue --noheader --user "$(id -un)" --name "$2,${2%-*}" --Format JobID:16) || return 1
-    sort -u <<< "$numbers" | while read -r number; do ! has_launch "$1" "$number" < /dev/null || echo "$number"; done
-}
-
 # The folder of the GPU locks of all users. The processes of a node's script hold them until the last one exits.
 locks() { printf '%s\n' "${CLUSTERCTL_LOCKS:-/tmp/clusterctl-gpus}"; }
 

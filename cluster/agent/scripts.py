@@ -22,9 +22,18 @@ def text(*names: str) -> str:
 
 
 def command(name: str, /, *words: str, **values: Value) -> list[str]:
-    """Return the command that runs agent/NAME.sh, after the functions that it may call; see `bash`."""
-    head = variables(**values) + text("agent/common.sh", "agent/own_folder.sh", "agent/slurm_env.sh")
-    return ["bash", "-c", head + text(f"agent/{name}.sh"), name, *words]
+    """Return the command that runs agent/NAME.sh, after the functions that it may call; see `bash`.
+
+    A name with folders, such as backends/slurm/poll, is relative to the package `cluster`. The functions in
+    environment.sh and common.sh of that folder come before it, too.
+    """
+    functions = ["agent/common.sh", "agent/own_folder.sh"]
+    folder, _, _ = name.rpartition("/")
+    if folder:
+        files = (f"{folder}/environment.sh", f"{folder}/common.sh")
+        functions += [file for file in files if (_PACKAGE / file).exists()]
+    path = f"{name}.sh" if folder else f"agent/{name}.sh"
+    return ["bash", "-c", variables(**values) + text(*functions, path), name, *words]
 
 
 def prologue(lines: str, failed: str, own: Sequence[str] = (), log: str = "/dev/null") -> str:
@@ -67,7 +76,7 @@ def archive() -> bytes:
 
 
 def archive_line() -> str:
-    """Return agent.pyz in one line of Base64, as start.sh and slurm_submit.sh read it."""
+    """Return agent.pyz in one line of Base64, as the scripts that start a node or submit a job read it."""
     return base64.b64encode(archive()).decode() + "\n"
 
 

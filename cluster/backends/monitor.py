@@ -1,4 +1,4 @@
-"""Monitoring: polls statuses and logs, a thread per machine, and decides that a node is lost (Slurm: spec/slurm.py).
+"""Monitoring: polls statuses and logs, a thread per machine, and decides that a node is lost (Slurm: slurm/queue.py).
 
 Awake time: durations count only while the launcher itself runs. A closed laptop lid or Ctrl-Z suspends the launcher
 while the job continues, and after the resume the network needs some seconds to return. With wall-clock time every node

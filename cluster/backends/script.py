@@ -38,8 +38,11 @@ def step(job: Job, plan: Plan, rank: int) -> Step:
     return Step(node.name, {path: text}, ("bash", path), needs(job, machine), f"{attempt_dir(plan, machine)}/agent.pyz")
 
 
-def render_in_batch(job: Job, plan: Plan, login: Machine) -> str:
-    """Return the script of all nodes of a Slurm job; the environment has the rank, the master and the GPUs."""
+def render_in_batch(job: Job, plan: Plan, login: Machine, finds: str) -> str:
+    """Return the script of all nodes of a batch job, whose environment has the master.
+
+    `finds` is text that sets the rank, the node's name and its GPUs.
+    """
     found = [contract.NODE, "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", contract.ATTEMPT, contract.HOSTS]
     values = {
         **job.env,
@@ -50,7 +53,7 @@ def render_in_batch(job: Job, plan: Plan, login: Machine) -> str:
     if job.device == "cuda":
         found.append("CUDA_VISIBLE_DEVICES")
     values = {name: value for name, value in values.items() if name not in found}
-    finds = f"device={job.device}\n" + scripts.text("agent/slurm_node.sh")
+    finds = f"device={job.device}\n" + finds
     return f"# A node of the job {job.name}.\n" + _script(job, plan, Node(login.name, login), values, finds, found)
 
 
@@ -65,7 +68,10 @@ def _mounts(job: Job, machine: Machine) -> list[Mount]:
 
 
 def payload(plan: Plan, step: Step, secrets: Mapping[str, str]) -> tuple[str, str]:
-    """Return the lines of the secrets, and the input of start.sh and slurm_submit.sh: secrets, agent, script."""
+    """Return the lines of the secrets, and what the script that starts a node or submits a job reads.
+
+    That is the secrets, the agent and the step's script.
+    """
     (text,) = step.files.values()
     lines, exported = secret_exports(plan, secrets)
     return lines, exported + scripts.archive_line() + text

@@ -1,6 +1,6 @@
 """Restart policy: the rules that decide whether a failed job is restarted, and the nodes of its next attempt. Pure.
 
-On Slurm, agent/batch.sh applies the rules with `on_slurm` without a launcher, and Slurm chooses the nodes.
+On Slurm, backends/slurm/job.sh applies the rules with `on_slurm` without a launcher, and Slurm chooses the nodes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cluster import contract
+from cluster.backends.slurm import queue
 from cluster.errors import ClusterError
-from cluster.spec import slurm
 from cluster.spec.model import Job, JobRecord, Machine
 from cluster.supervisor.job_state import JobView, NodeView, Verdict, failing, is_secondary
 from cluster.supervisor.report import cause, exit_code
@@ -121,13 +121,13 @@ RULES = (
         "the trainer wrote a checkpoint after a signal (exit code 75)",
         "restart on the same nodes",
         lambda ended: ended.first is not None and ended.first.exit_code == contract.EXIT_RUN_ME_AGAIN,
-        on_slurm=slurm.ENDED_WITH_CHECKPOINT,
+        on_slurm=queue.ENDED_WITH_CHECKPOINT,
     ),
     Rule(
         "a machine, its engine or the agent on it is gone",
         "restart with a spare, with fewer nodes (`--nodes 2:4`), or when the machine answers again",
         lambda ended: ended.first is not None and ended.first.phase == "lost",
-        on_slurm=slurm.ENDED_WITHOUT_CODE,
+        on_slurm=queue.ENDED_WITHOUT_CODE,
     ),
     Rule(
         "anything else: a program error, a killed rank or container, a stall",

@@ -60,9 +60,9 @@ STATIC = (
     "agent/node_start.sh",
     "agent/prologue.sh",
     "agent/own_folder.sh",
-    "agent/slurm_env.sh",
-    "agent/batch.sh",
-    "agent/slurm_node.sh",
+    "backends/slurm/environment.sh",
+    "backends/slurm/job.sh",
+    "backends/slurm/node.sh",
     "runtimes/docker.sh",
 )
 

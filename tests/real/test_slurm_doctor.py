@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from cluster import doctor
-from cluster.doctor import slurm
+from cluster.backends.slurm import doctor as slurm_doctor
 from cluster.spec.model import Inventory, Machine
 from cluster.transport import close_all
 from tests.conftest import ROOT
@@ -94,13 +94,13 @@ def test_unsatisfiable_request_fails_before_any_job(inventory):
 
 def test_host_that_just_died(inventory, testbed, monkeypatch):
     """Slurm does not know it yet: the host is killed just before the job is submitted."""
-    run = slurm._run_job
+    run = slurm_doctor._run_job
 
     def kill_first(*arguments):
         testbed.fault("kill", "n2")
         return run(*arguments)
 
-    monkeypatch.setattr(slurm, "_run_job", kill_first)
+    monkeypatch.setattr(slurm_doctor, "_run_job", kill_first)
     try:
         found = failures(inventory, nodes=3)
     finally:

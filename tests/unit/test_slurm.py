@@ -12,8 +12,9 @@ import pytest
 from cluster.agent import scripts
 from cluster.backends import BACKENDS
 from cluster.backends import slurm as slurm_backend
+from cluster.backends.slurm import login_node, queue
+from cluster.backends.slurm import options as slurm_options
 from cluster.errors import UsageError
-from cluster.spec import slurm
 from cluster.spec.model import Job, Machine, NodeStatus, Queue
 from cluster.spec.request import Request
 from cluster.supervisor import job_state, restarts
@@ -28,11 +29,11 @@ OWN = [NodeStatus("node-0", "starting"), NodeStatus("node-1", "starting")]
 
 def line(state, restarts=0, code="0:0", start="N/A", nodes="n[0-1]", reason="None", name="digits", number=7):
     values = (name, number, "N/A", "N/A", state, restarts, code, start, nodes, reason)
-    return "".join(f"{value:<{width}}" for value, width in zip(values, slurm.COLUMNS.values(), strict=True))
+    return "".join(f"{value:<{width}}" for value, width in zip(values, queue.COLUMNS.values(), strict=True))
 
 
 def seen(text, attempt=1, hosts=("n0", "n1"), own=OWN, error="", plan=PLAN):
-    return slurm.statuses(plan, slurm.row(text), attempt, hosts, own, error)
+    return queue.statuses(plan, queue.row(text), attempt, hosts, own, error)
 
 
 def test_a_pending_job_has_a_reason_and_an_expected_start():
@@ -92,7 +93,7 @@ def test_a_requeued_attempt_is_lost_and_the_next_one_is_not():
 
 
 def test_a_job_that_slurm_does_not_list_is_lost():
-    assert slurm.row("") is None
+    assert queue.row("") is None
     assert {each.detail for each in seen("")} == {"squeue does not list the job"}
 
 
@@ -100,7 +101,7 @@ SITE = {"partition": ["gpu*|2|64|gpu:a100:4(S:0-1)|1-00:00:00", "gpu*|1|32|gpu:2
 
 
 def refused(job, **options):
-    return slurm.problems(replace(job, queue=Queue(LOGIN, options)), SITE, "login")
+    return login_node.problems(replace(job, queue=Queue(LOGIN, options)), SITE, "login")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_a_request_within_the_limits_is_accepted():
     [("90", 5400), ("30:00", 1800), ("8:00:00", 28800), ("1-0", 86400), ("1-12:30:00", 131400), ("1:2:3:4", None)],
 )
 def test_times_are_read_as_slurm_reads_them(text, seconds):
-    assert slurm.seconds(text) == seconds
+    assert slurm_options.seconds(text) == seconds
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_times_are_read_as_slurm_reads_them(text, seconds):
 )
 def test_invalid_options_are_errors(options, message):
     with pytest.raises(UsageError, match=message):
-        slurm.checked(options)
+        slurm_options.checked(options)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_invalid_options_are_errors(options, message):
 )
 def test_an_option_that_would_take_the_job_from_the_launcher_is_refused(option, instead):
     with pytest.raises(UsageError, match=f"--set {option}=...: clusterctl sets it") as caught:
-        slurm.checked({option: "USR1@60"})
+        slurm_options.checked({option: "USR1@60"})
     assert instead in caught.value.hint
 
 
@@ -224,21 +225,22 @@ def test_a_cancelled_job_is_not_restarted():
     assert restarts.refusal(JOB, view, "failed", past) == "it was cancelled with scancel"
 
 
+SUBMIT, ARRAY = "backends/slurm/submit", "backends/slurm/array"
 ACCEPTS = ["bash", "-c", "env > seen; echo Submitted batch job 7"]
 REFUSES = ["bash", "-c", "env > seen; echo sbatch: error: Invalid account >&2; exit 1"]
 
 
 @pytest.mark.parametrize(("sbatch", "code"), [(ACCEPTS, 0), (REFUSES, 1)], ids=["accepted", "refused"])
-@pytest.mark.parametrize("name", ["slurm_submit", "slurm_array"])
+@pytest.mark.parametrize("name", ["submit", "array"])
 def test_secrets_are_in_the_environment_of_sbatch_and_in_no_file(tmp_path, monkeypatch, name, sbatch, code):
     """Not by their own names, which could change what sbatch does."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job-0").mkdir()
     command = {
-        "slurm_submit": scripts.command(name, *sbatch, dir=f"{tmp_path}/attempt-1", folder=str(tmp_path), secrets=2),
-        "slurm_array": scripts.command(name, "job-0", path="array.sbatch", submit=sbatch, secrets=2),
+        "submit": scripts.command(SUBMIT, *sbatch, dir=f"{tmp_path}/attempt-1", folder=str(tmp_path), secrets=2),
+        "array": scripts.command(ARRAY, "job-0", path="array.sbatch", submit=sbatch, secrets=2),
     }[name]
-    text = "export TOKEN='hush\nhush'\n" + ("YWdlbnQ=\n" if name == "slurm_submit" else "") + "script\n"
+    text = "export TOKEN='hush\nhush'\n" + ("YWdlbnQ=\n" if name == "submit" else "") + "script\n"
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     assert done.returncode == code, done
     (seen,) = tmp_path.rglob("seen")
@@ -256,7 +258,7 @@ def test_each_job_of_an_array_has_the_number_of_its_task(tmp_path):
     for folder in folders:
         folder.mkdir()
     command = scripts.command(
-        "slurm_array", *map(str, folders), path=str(tmp_path / "a b.sbatch"), secrets=0, submit=ACCEPTS
+        "backends/slurm/array", *map(str, folders), path=str(tmp_path / "a b.sbatch"), secrets=0, submit=ACCEPTS
     )
     assert sum(map(len, command)) > 128 * 1024
     subprocess.run(command, input="script\n", text=True, check=True, capture_output=True, cwd=tmp_path)
@@ -277,8 +279,8 @@ def test_each_job_of_an_array_has_the_number_of_its_task(tmp_path):
 def test_secrets_that_the_job_would_not_get_or_that_slurm_would_store_are_an_error(options, has, message):
     has = {"partition": ["gpu*|3|8|gpu:2|1:00:00"], **has}
     job = replace(JOB, queue=Queue(LOGIN, options))
-    assert slurm.problems(job, has, "login") == []
-    found = slurm.problems(replace(job, secrets=("TOKEN",)), has, "login")
+    assert login_node.problems(job, has, "login") == []
+    found = login_node.problems(replace(job, secrets=("TOKEN",)), has, "login")
     assert [text[: len(message)] for text, _ in found] == ([message] if message else [])
 
 
@@ -370,16 +372,16 @@ def site(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words", "values", "text"),
     [
-        ("slurm_submit", ["sbatch", "x"], {"dir": "a", "folder": ".", "secrets": 0}, "\nscript\n"),
-        ("slurm_array", ["."], {"path": "array.sbatch", "secrets": 0, "submit": ["sbatch", "x"]}, "script\n"),
+        ("backends/slurm/submit", ["sbatch", "x"], {"dir": "a", "folder": ".", "secrets": 0}, "\nscript\n"),
+        ("backends/slurm/array", ["."], {"path": "array.sbatch", "secrets": 0, "submit": ["sbatch", "x"]}, "script\n"),
         (
-            "slurm_poll",
+            "backends/slurm/poll",
             ["digits", ".", "1", "a", "node-0", ""],
             {"most": 9, "format": "Name:50", "old": 0},
             "",
         ),
-        ("slurm_cancel", [], {"job": "digits", "grace": 0, "folder": "."}, ""),
-        ("slurm_check", [], {"image": "", "run_dir": ".", "new": "", "name": "digits", "needs": []}, ""),
+        ("backends/slurm/cancel", [], {"job": "digits", "grace": 0, "folder": "."}, ""),
+        ("backends/slurm/check", [], {"image": "", "run_dir": ".", "new": "", "name": "digits", "needs": []}, ""),
     ],
 )
 def test_no_inherited_variable_reaches_a_program_of_the_login_node(site, monkeypatch, name, words, values, text):
@@ -401,7 +403,7 @@ def test_a_session_a_release_and_doctor_inherit_no_variable(site):
     for text in (slurm_backend._QUIET_STEP, 'clear_slurm; exec "$0" "$@"'):
         subprocess.run([*slurm_backend._shell(text), "srun", "true"], env=inherited, timeout=60, check=True)
     where = {"run_dir": str(site.folder), "data_dir": str(site.folder), "token": "token", "timeout_s": 60}
-    doctor = scripts.variables(**where) + scripts.text("agent/slurm_env.sh", "doctor/slurm_job.sh")
+    doctor = scripts.variables(**where) + scripts.text("backends/slurm/environment.sh", "backends/slurm/doctor_job.sh")
     command = ["bash", "-c", doctor, "x", "srun"]
     with subprocess.Popen(command, env=inherited, stdin=subprocess.PIPE) as running:  # the end of its input cancels it
         assert running.wait(60) == 0
@@ -461,8 +463,8 @@ def polled(site, old=0):
     """What the script prints about both nodes. Without `old`, squeue's answers are not cached."""
     folder = site.runs / "digits"
     nodes = [word for rank in (0, 1) for word in (str(folder / "attempt-1"), f"node-{rank}", "")]
-    values = {"most": 100, "format": slurm.FORMAT, "old": old}
-    return site.script("slurm_poll", "digits", str(folder), "2", *nodes, variables={}, **values)
+    values = {"most": 100, "format": queue.FORMAT, "old": old}
+    return site.script("backends/slurm/poll", "digits", str(folder), "2", *nodes, variables={}, **values)
 
 
 def statuses_of(site, old=0):
@@ -470,7 +472,7 @@ def statuses_of(site, old=0):
     done = polled(site, old)
     row, attempt, _, error, *_ = done.stdout.splitlines()
     number, *hosts = attempt.split() or ["0"]
-    found = slurm.statuses(PLAN, slurm.row(row), int(number), hosts, OWN, error.removeprefix("error: "))
+    found = queue.statuses(PLAN, queue.row(row), int(number), hosts, OWN, error.removeprefix("error: "))
     return {(each.phase, each.exit_code, each.detail) for each in found}
 
 
@@ -568,22 +570,22 @@ def test_a_step_that_waits_says_why_until_a_node_has_started(site):
 )
 def test_an_inherited_variable_is_refused_or_ignored_with_a_sentence(variables, options, wrong, notes):
     job = replace(JOB, queue=Queue(LOGIN, options))
-    found, said = slurm.inherited(job, variables, "login")
+    found, said = slurm_options.inherited(job, variables, "login")
     for texts, parts in (([message for message, _ in found], wrong), (said, notes)):
         assert len(texts) == len(parts), texts
         assert all(part in text for text, part in zip(texts, parts, strict=True)), texts
     assert all(hint for _, hint in found)
-    assert [message for message, _ in slurm.problems(job, {**SITE, "inherited": variables}, "login")] == [
+    assert [message for message, _ in login_node.problems(job, {**SITE, "inherited": variables}, "login")] == [
         message for message, _ in found
     ]
 
 
 def test_the_hint_of_an_inherited_option_is_one_that_the_launch_takes():
     for variable in ("SBATCH_MEM_PER_GPU=8G", "SBATCH_CONSTRAINT=[a|b]", "SBATCH_EXCLUSIVE=", "SBATCH_OVERCOMMIT=1"):
-        ((_, hint),) = slurm.inherited(JOB, [variable], "login")[0]
+        ((_, hint),) = slurm_options.inherited(JOB, [variable], "login")[0]
         word = shlex.split(re.match("to use it: --set (.*), or ", hint)[1])[0]
         given = BACKENDS["slurm"].settings({}, Request(settings=[word]).given_settings("slurm", BACKENDS))
-        assert slurm.inherited(replace(JOB, queue=Queue(LOGIN, given)), [variable], "login") == ([], [])
+        assert slurm_options.inherited(replace(JOB, queue=Queue(LOGIN, given)), [variable], "login") == ([], [])
 
 
 def test_one_command_and_one_squeue_tell_the_states_of_all_jobs_of_a_login_node(site):
@@ -596,10 +598,10 @@ def test_one_command_and_one_squeue_tell_the_states_of_all_jobs_of_a_login_node(
         words += [name, str(folder), "2"]
         words += [word for rank in (0, 1) for word in (str(folder / "attempt-1"), f"node-{rank}", "")]
     (site.runs / "digits" / "attempt").write_text("1 n0 n1\n")
-    values = {"most": 100, "format": slurm.FORMAT, "old": 3}
-    lines = site.script("slurm_poll", *words, variables={}, **values).stdout.split("\n")
+    values = {"most": 100, "format": queue.FORMAT, "old": 3}
+    lines = site.script("backends/slurm/poll", *words, variables={}, **values).stdout.split("\n")
     heads = [lines[12 * job : 12 * job + 4] for job in range(3)]
-    states = [found and (found.number, found.state) for found in (slurm.row(head[0]) for head in heads)]
+    states = [found and (found.number, found.state) for found in (queue.row(head[0]) for head in heads)]
     assert states == [("7", "RUNNING"), ("8", "PENDING"), None]
     assert [head[1] for head in heads] == ["1 n0 n1", "", ""]
     assert sum(words.startswith("squeue") for words, *_ in site.calls()) == 1

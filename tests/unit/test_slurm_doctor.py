@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.doctor import slurm
+from cluster.backends.slurm import doctor
 from cluster.spec.model import Job, Machine, Queue
 
 LOGIN = Machine("login", "", (), "ann@login", "/shared/runs", "/shared/data", "apptainer")
@@ -63,8 +63,8 @@ def judged(*changes, request=None, text=JOB):
     for old, new in changes:
         assert re.search(old, text, re.M), old
         text = re.sub(old, new, text, flags=re.M)
-    found = slurm.judge_nodes(request or job(), *slurm.parse_job_output(text))
-    assert {each.check for each in found} <= {*slurm.ORDER}
+    found = doctor.judge_nodes(request or job(), *doctor.parse_job_output(text))
+    assert {each.check for each in found} <= {*doctor.ORDER}
     return [(each.check, each.node, each.level, each.detail, each.fix) for each in found if each.level != "ok"]
 
 
@@ -76,7 +76,7 @@ def one(*changes, **more):
 
 def test_healthy_cluster_has_no_failures_and_names_the_network_device():
     assert judged() == []
-    found = slurm.judge_nodes(job(), *slurm.parse_job_output(JOB))
+    found = doctor.judge_nodes(job(), *doctor.parse_job_output(JOB))
     assert [each.detail for each in found if each.check == "names"] == [
         "reaches n2 (172.31.2.12) over eth0, as NCCL and gloo will",
         "reaches n0 (172.31.2.10) over eth0, as NCCL and gloo will",
@@ -177,14 +177,14 @@ SITE = {"partition": ["gpu*|3|2|gpu:2|1-00:00:00", "debug|3|2|gpu:2|30:00"]}
     ],
 )
 def test_request_is_compared_with_the_site(request_, site, level, detail):
-    (found,) = slurm.judge_request(request_, site)
+    (found,) = doctor.judge_request(request_, site)
     assert (found.check, found.level, found.detail) == ("request", level, detail)
     assert bool(found.fix) == (level != "ok")
 
 
 def test_srun_gets_only_node_options_and_gpus_once():
     given = {"partition": "gpu", "exclusive": "", "mail-user": "a@b", "begin": "now+1hour", "comment": "x"}
-    assert slurm.srun(job(3, 2, "cuda", **given))[2:] == [
+    assert doctor.srun(job(3, 2, "cuda", **given))[2:] == [
         *("--nodes=3", "--ntasks-per-node=1", "--chdir=/tmp", "--gpus-per-node=2", "--partition=gpu", "--exclusive")
     ]
-    assert not [each for each in slurm.srun(job(1, 2, "cuda", gres="gpu:2")) if "gpus-per-node" in each]
+    assert not [each for each in doctor.srun(job(1, 2, "cuda", gres="gpu:2")) if "gpus-per-node" in each]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cluster.agent import scripts
+from cluster.backends.slurm import login_node
 from cluster.doctor import engine, machine
 from cluster.doctor.findings import (
     PROLOGUE_FAILED,
@@ -23,7 +24,6 @@ from cluster.doctor.findings import (
 from cluster.doctor.network import device_towards, number_of
 from cluster.errors import ClusterError, UnreachableError
 from cluster.runtimes import RUNTIMES
-from cluster.spec import slurm
 from cluster.spec.model import Inventory, Job, Machine, Queue
 from cluster.transport import discovery, reach
 from cluster.transport.process import piped
@@ -46,7 +46,7 @@ def examine(inventory: Inventory, image: str, data: Sequence[str], nodes: int, g
         job = Job("doctor", ("true",), nodes, gpus, "/", image=image, device=inventory.device, queue=queue)
         job = replace(job, prologue=inventory.prologue)
         # The folder "." exists, so the script creates none.
-        command = slurm.check_command(job, run_dir=".")
+        command = login_node.check_command(job, run_dir=".")
         done = reach(login).run(command, timeout_s=TIMEOUT_S)
         request = judge_request(job, done.by_word)
     except ClusterError as error:
@@ -69,10 +69,10 @@ def examine(inventory: Inventory, image: str, data: Sequence[str], nodes: int, g
 
 
 def judge_request(job: Job, site: Mapping[str, Sequence[str]]) -> list[Finding]:
-    """Check that the site can serve the job; `site` is the output of `slurm_check.sh` by each line's first word."""
+    """Check that the site can serve the job; `site` is the output of `check.sh` by each line's first word."""
     assert job.queue is not None
     name = job.queue.login.name
-    wrong = slurm.problems(job, site, name)
+    wrong = login_node.problems(job, site, name)
     if job.queue.login.in_container and not job.image:
         hint = f"{RUNTIMES[job.queue.login.runtime].image_command()}, then set image in cluster.yaml"
         wrong = [(f"no image: {job.queue.login.runtime} has no default image", hint)]
@@ -86,12 +86,12 @@ def judge_request(job: Job, site: Mapping[str, Sequence[str]]) -> list[Finding]:
 def _run_job(login: Machine, job: Job) -> tuple[dict[int, Facts], list[str]]:
     kind, probe = RUNTIMES[login.runtime], engine.probe_values(login, job.image)
     node = scripts.variables(version=kind.version, check=kind.check(job.image, "true"), **probe)
-    node += scripts.text("doctor/slurm_node.sh", "doctor/probe.sh")
+    node += scripts.text("backends/slurm/doctor_node.sh", "doctor/probe.sh")
     node = scripts.prologue(job.prologue, PROLOGUE_FAILED) + node
     words = [*srun(job), "--time=5", f"--immediate={IMMEDIATE_S}", "--label", "bash", "-c", node, "node"]
     where = {"run_dir": login.run_dir, "data_dir": login.data_dir, "token": secrets.token_hex(8)}
     text = scripts.variables(timeout_s=IMMEDIATE_S + JOB_S, **where)
-    text += scripts.text("agent/slurm_env.sh", "doctor/slurm_job.sh")
+    text += scripts.text("backends/slurm/environment.sh", "backends/slurm/doctor_job.sh")
     with piped(login, ["bash", "-c", text, "slurm_job", *words]) as running:
         output = running.stdout.read()
         running.stdin.close()

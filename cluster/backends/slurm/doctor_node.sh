@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2154
-# slurm_node.sh RUN_FILE DATA_FILE
-# Prints the facts of a node in a Slurm job as lines `NAME=VALUE`. The text of probe.sh follows this text. The array `version`
-# is the command that prints the runtime's version, and `check` runs `true` in the image. The two files are those of
-# slurm_job.sh.
+# doctor_node.sh RUN_FILE DATA_FILE
+# Prints the facts of a node in a Slurm job as lines `NAME=VALUE`. The text of doctor/probe.sh follows this text. The array
+# `version` is the command that prints the runtime's version, and `check` runs `true` in the image. The two files are those
+# of doctor_job.sh.
 
 # The peer of the first node is the second one; the peer of every other node is the first one.
 echo "host=${SLURMD_NODENAME:-$(hostname)}"

@@ -4,11 +4,11 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from cluster.spec import slurm
+from cluster.backends.slurm import options
 from cluster.spec.schema import Text
 
 Section = Annotated[
     dict[str, Text],
-    AfterValidator(slurm.checked),
+    AfterValidator(options.checked),
     Field(description="Options of sbatch for every job, by their long names: `{partition: gpu, mem: 64G}`."),
 ]

@@ -1,6 +1,6 @@
 """Backend slurm: batch scripts that submitit renders, submitted on a login node (this machine, or one over SSH).
 
-The cluster needs neither Python nor this project. The batch script (agent/batch.sh) selects the master and its port,
+The cluster needs neither Python nor this project. The batch script (job.sh) selects the master and its port,
 and requeues itself after a checkpoint. A job is known by its number, and before that by the launch ID in its batch
 script, which Slurm keeps with it. Sessions (exec, shell) are job steps of srun.
 """
@@ -17,8 +17,8 @@ from cluster.agent import scripts
 from cluster.backends import monitor, preflight, script
 from cluster.backends.base import Backend, FoundJob, found_on
 from cluster.backends.monitor import NodeMonitor, NodeStatuses
+from cluster.backends.slurm import login_node, options, queue
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
-from cluster.spec import slurm
 from cluster.spec.model import (
     Device,
     Inventory,
@@ -53,15 +53,15 @@ class SlurmBackend(Backend):
     has_login_node = requeues = True
     supports = frozenset({"--image", "--mount", "--set", "--array", "image push", "sync"})
     supports |= {"--partition", "--account", "--qos", "--time", "--prologue", "--run-option"}
-    flags = frozenset(slurm.FLAGS)
+    flags = frozenset(options.FLAGS)
     refusals: ClassVar[Mapping[str, str]] = {
         "unequal nodes": "Slurm chooses the machines, so all nodes get the same number",
         "--wait": "Slurm queues the job anyway",
         "--push": "the nodes of a Slurm cluster share one file, which this command makes: clusterctl image sif",
     }
-    section = "cluster.backends.slurm_section:Section"
+    section = "cluster.backends.slurm.section:Section"
     default_runtime = "apptainer"
-    doctor = "cluster.doctor.slurm"
+    doctor = "cluster.backends.slurm.doctor"
 
     def __init__(self) -> None:
         self._monitor = NodeMonitor(self._poll, self._poll_all, silent_is_lost=False)
@@ -72,7 +72,7 @@ class SlurmBackend(Backend):
 
     def settings(self, listed: Mapping[str, str], given: Mapping[str, str]) -> Mapping[str, str]:
         """Return the options of sbatch. Raise UsageError for an invalid one."""
-        return slurm.checked({**listed, **given})
+        return options.checked({**listed, **given})
 
     def advice(self, device: Device, procs_per_node: int, settings: Mapping[str, str]) -> list[str]:
         """Return a sentence if the job asks for no CPU cores."""
@@ -88,20 +88,21 @@ class SlurmBackend(Backend):
         nodes = nodes_of(job, login)
         made = Plan(job, attempt, self.name, nodes, "", job.port)
         run_dir, folder = made.dir_on(login), script.attempt_dir(made, login)
-        path, node, end = f"{folder}/job.sbatch", script.render_in_batch(job, made, login), _END
+        path, end = f"{folder}/job.sbatch", _END
+        node = script.render_in_batch(job, made, login, scripts.text("backends/slurm/node.sh"))
         while end in node:
             end += "_"
         setup = [
             f"# The job {job.name} on {job.nodes} nodes. `sbatch job.sbatch` runs it, with agent.pyz in its folder.",
             scripts.exports(script.identity(job, self.name)),
-            # the variables of agent/batch.sh
+            # the variables of job.sh
             scripts.variables(run=run_dir, nodes=job.nodes, port=job.port)
             + scripts.variables(max_restarts=max(0, job.max_restarts - attempt + 1), first_attempt=attempt)
-            + scripts.variables(requeue_after=f"{slurm.ENDED_WITH_CHECKPOINT} {slurm.ENDED_WITHOUT_CODE}")
-            + f"options=({' '.join(slurm.variables(slurm.job_options(job)))})",
+            + scripts.variables(requeue_after=f"{queue.ENDED_WITH_CHECKPOINT} {queue.ENDED_WITHOUT_CODE}")
+            + f"options=({' '.join(options.variables(options.job_options(job)))})",
             f"node=$(cat <<'{end}'\n{node}{end}\n)",
         ]
-        body = scripts.text("agent/slurm_env.sh", "agent/batch.sh")
+        body = scripts.text("backends/slurm/environment.sh", "backends/slurm/job.sh")
         text = _render(job, body, output=f"{run_dir}/slurm.log", setup=setup)
         needs = script.needs(job, login)
         return replace(made, steps=(Step(login.name, {path: text}, ("sbatch", path), needs, f"{folder}/agent.pyz"),))
@@ -114,11 +115,11 @@ class SlurmBackend(Backend):
         new = plan.dir_on(login) if login.login and plan.attempt == 1 else ""
         run_dir = login.run_dir or job.run_root
         name = plan.job_id if plan.attempt == 1 else ""
-        command = slurm.check_command(job, run_dir=run_dir, new=new, name=name, needs=step.needs)
+        command = login_node.check_command(job, run_dir=run_dir, new=new, name=name, needs=step.needs)
         done = reach(login).run(command, timeout_s=60)
         if done.code:
             raise UnreachableError(f"{login.name}: {done.last_line}")
-        errors = [UsageError(*problem) for problem in slurm.problems(job, done.by_word, login.name)]
+        errors = [UsageError(*problem) for problem in login_node.problems(job, done.by_word, login.name)]
         preflight.refuse([*errors, *preflight.conflicts(plan, login, done.out.splitlines())])
 
     def notes(self, job: Job) -> list[str]:
@@ -128,7 +129,7 @@ class SlurmBackend(Backend):
         done = reach(login).run(_shell("report_slurm"), timeout_s=30)
         if done.code:
             raise UnreachableError(f"{login.name}: {done.last_line}")
-        return slurm.inherited(job, done.by_word.get("inherited", ()), login.name)[1]
+        return options.inherited(job, done.by_word.get("inherited", ()), login.name)[1]
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
         """Submit the script. Raises LaunchError with sbatch's message."""
@@ -139,7 +140,7 @@ class SlurmBackend(Backend):
         login = plan.nodes[0].machine
         lines, text = script.payload(plan, plan.steps[0], secrets)
         folders = {"dir": script.attempt_dir(plan, login), "folder": plan.dir_on(login)}
-        self._run(login, text, scripts.command("slurm_submit", *argv, secrets=lines, **folders))
+        self._run(login, text, scripts.command("backends/slurm/submit", *argv, secrets=lines, **folders))
 
     def _run(self, login: Machine, text: str, command: Sequence[str]) -> None:
         """Run a script that submits `text`. Raises LaunchError with sbatch's message if it fails."""
@@ -188,7 +189,7 @@ class SlurmBackend(Backend):
         ((path, text),) = step.files.items()
         lines, exported = script.secret_exports(plans[0], secrets)
         folders = [plan.dir_on(login) for plan in plans]
-        command = scripts.command("slurm_array", *folders, path=path, secrets=lines, submit=step.argv)
+        command = scripts.command("backends/slurm/array", *folders, path=path, secrets=lines, submit=step.argv)
         self._run(login, exported + text, command)
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
@@ -205,7 +206,7 @@ class SlurmBackend(Backend):
         # The batch script needs some seconds to forward the signal.
         grace = max(3, math.ceil(grace_s)) if grace_s else 0
         launched = {"job": plan.job_id, "launch": plan.job.launch_id}
-        command = scripts.command("slurm_cancel", grace=grace, folder=plan.dir_on(login), **launched)
+        command = scripts.command("backends/slurm/cancel", grace=grace, folder=plan.dir_on(login), **launched)
         with waiting(f"Slurm to end {plan.job_id}", grace_s + 120):
             done = reach(login).run(command, timeout_s=grace_s + 120)
         if done.code:
@@ -222,7 +223,7 @@ class SlurmBackend(Backend):
             found = found_on(machine, self.name, self.engines)
             pairs = {each.launch_id: each.job for each in found}
             words = [word for pair in pairs.items() for word in pair]
-            done = reach(machine).run(scripts.command("slurm_queued", *words), timeout_s=60)
+            done = reach(machine).run(scripts.command("backends/slurm/queued", *words), timeout_s=60)
             if done.code:
                 raise UnreachableError(f"{machine.name}: squeue: {done.last_line}", "scontrol ping")
             running = {*done.out.split(), *supervised}
@@ -234,7 +235,7 @@ class SlurmBackend(Backend):
         """Cancel the job, and remove what it has on the login node. Raises ClusterError."""
         (login,) = inventory.machines
         launched = {"job": found.job, "launch": found.launch_id}
-        done = reach(login).run(scripts.command("slurm_cancel", grace=0, folder="", **launched), timeout_s=120)
+        done = reach(login).run(scripts.command("backends/slurm/cancel", grace=0, folder="", **launched), timeout_s=120)
         if done.code or done.out.strip():
             raise ClusterError(f"{login.name}: {found.job} is still in the queue: {done.out.strip() or done.last_line}")
         super().remove(inventory, found)
@@ -273,10 +274,10 @@ class SlurmBackend(Backend):
                     raise
                 time.sleep(1)
                 continue
-            if attempt > plan.attempt or (found is not None and slurm.is_pending(found)):
+            if attempt > plan.attempt or (found is not None and queue.is_pending(found)):
                 return replace(plan, attempt=max(attempt, plan.attempt + 1))
             if found is not None and found.state == "CANCELLED":
-                raise ClusterError(slurm.CANCELLED)
+                raise ClusterError(queue.CANCELLED)
             if found is None or not found.is_active:
                 return None
             time.sleep(1)
@@ -285,7 +286,7 @@ class SlurmBackend(Backend):
     def newest(self, plan: Plan) -> Plan | None:
         """Return the plan of the attempt that Slurm runs, has in its queue or ran last. None: that is not known yet."""
         found, attempt, *_ = self._query(plan, plan.nodes[0].machine)
-        if slurm.is_requeued(plan, found, attempt):
+        if queue.is_requeued(plan, found, attempt):
             return replace(plan, attempt=max(attempt, plan.attempt + 1))
         return None if found is not None and found.is_active else plan
 
@@ -310,18 +311,18 @@ def _words(plan: Plan, login: Machine) -> list[str]:
     return [plan.job_id, plan.dir_on(login), str(len(plan.nodes_on(login)))]
 
 
-_POLL = monitor.Script("slurm_poll", 4, _words, {"old": INTERVAL_S, "format": slurm.FORMAT})
+_POLL = monitor.Script("backends/slurm/poll", 4, _words, {"old": INTERVAL_S, "format": queue.FORMAT})
 #: The job in squeue, its attempt, the hosts, the batch script's error, and the nodes' own statuses.
-_Answer = tuple[slurm.Row | None, int, Sequence[str], str, NodeStatuses]
+_Answer = tuple[queue.Row | None, int, Sequence[str], str, NodeStatuses]
 
 
 def _answer(polled: monitor.Polled) -> _Answer:
-    """Parse what slurm_poll.sh prints of a job. Raises UnreachableError if Slurm does not answer."""
+    """Parse what poll.sh prints of a job. Raises UnreachableError if Slurm does not answer."""
     (line, running, refused, error), own = polled
     if refused and not line:
         raise UnreachableError(f"Slurm does not answer: {refused}", "scontrol ping")
     attempt, *hosts = running.split() or ["0"]
-    return slurm.row(line), int(attempt) if attempt.isdigit() else 0, hosts, _error(error), own
+    return queue.row(line), int(attempt) if attempt.isdigit() else 0, hosts, _error(error), own
 
 
 def _error(line: str) -> str:
@@ -332,13 +333,13 @@ def _error(line: str) -> str:
 
 def _statuses(plan: Plan, answer: _Answer) -> NodeStatuses:
     found, attempt, hosts, error, own = answer
-    statuses = slurm.statuses(plan, found, attempt, hosts, [own[node.name] for node in plan.nodes], error)
+    statuses = queue.statuses(plan, found, attempt, hosts, [own[node.name] for node in plan.nodes], error)
     return {status.node: status for status in statuses}
 
 
 def _shell(text: str) -> list[str]:
-    """Return the beginning of a command that runs a script with the functions of agent/slurm_env.sh."""
-    return ["bash", "-c", scripts.text("agent/slurm_env.sh") + text]
+    """Return the beginning of a command that runs a script with the functions of backends/slurm/environment.sh."""
+    return ["bash", "-c", scripts.text("backends/slurm/environment.sh") + text]
 
 
 def _render(job: Job, command: str, *, output: str, setup: Sequence[str], **array: int) -> str:
@@ -351,7 +352,7 @@ def _render(job: Job, command: str, *, output: str, setup: Sequence[str], **arra
     # Slurm sends USR2 to the batch script alone (B), so long before the time limit.
     signal = f"B:USR2@{max(1, math.ceil(job.grace_s))}"
     more: dict[str, Any] = {"signal": signal, "requeue": True, "output": output}
-    more |= {name: value or True for name, value in slurm.job_options(job).items()}
-    options: dict[str, Any] = {"job_name": job.name, "nodes": job.nodes, "ntasks_per_node": 1, "time": None, **array}
-    options |= {"wckey": None, "stderr_to_stdout": True, "use_srun": False, "additional_parameters": more}
-    return _make_sbatch_string(command, ".", setup=list(setup), **options)
+    more |= {name: value or True for name, value in options.job_options(job).items()}
+    parameters: dict[str, Any] = {"job_name": job.name, "nodes": job.nodes, "ntasks_per_node": 1, "time": None, **array}
+    parameters |= {"wckey": None, "stderr_to_stdout": True, "use_srun": False, "additional_parameters": more}
+    return _make_sbatch_string(command, ".", setup=list(setup), **parameters)

@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2154
 # The body of a batch script: chooses the master and its port, starts the nodes, and requeues the job. Above it,
-# backends/slurm.py writes `run` (the job's folder), `nodes`, `port`, `max_restarts`, `first_attempt`, `requeue_after` (the
+# __init__.py writes `run` (the job's folder), `nodes`, `port`, `max_restarts`, `first_attempt`, `requeue_after` (the
 # ends of a node after which the job is requeued: exit codes, or `nothing`), `options` (the variables in which srun finds
-# the job's options) and `node` (the script of a node), and then agent/slurm_env.sh.
+# the job's options) and `node` (the script of a node), and then environment.sh.
 set -u
 # sbatch passes on the variables of its own shell, which may belong to another job. Only those that describe this job's
 # allocation and options stay.
