@@ -194,7 +194,8 @@ def page(bench: Bench) -> Iterator[list[Row]]:
     from playwright.sync_api import sync_playwright
 
     from cluster.backends import BACKENDS
-    from cluster.spec.model import Job, JobRecord, NodeStatus
+    from cluster.spec.model import Job, JobRecord
+    from cluster.spec.node_status import NodeStatus
     from cluster.store import JobStore
     from cluster.web.server import Server
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.agent import scripts
-from cluster.backends import monitor
+from cluster.backends import processes, results
 from cluster.errors import ClusterError, UnreachableError, UsageError
 from cluster.runtimes import ENGINES
-from cluster.spec.model import Device, Inventory, Job, JobRecord, Machine, Node, NodeStatus, Plan, Step
+from cluster.spec.model import Device, Inventory, Job, JobRecord, Machine, Node, Plan, Step
+from cluster.spec.node_status import NodeStatus
 from cluster.spec.traits import Traits
 from cluster.transport import files, parallel, reach, workdir
 from cluster.transport.waits import waiting
@@ -109,7 +110,7 @@ class Backend(Traits, abc.ABC):
 
     def collect(self, plan: Plan) -> list[str]:
         """Copy the results to the plan's run directory on this machine; return a sentence for each failure."""
-        return monitor.collect(plan)
+        return results.collect(plan)
 
     @abc.abstractmethod
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
@@ -145,7 +146,7 @@ class Backend(Traits, abc.ABC):
         """Remove what a launch has on a machine, by its ID. Raises ClusterError."""
         machine = next(each for each in inventory.machines if each.name == found.where)
         with waiting(f"{found.job} to exit on {machine.name}", 60):
-            monitor.stop(machine, found.launch_id, 0, self.engines, timeout_s=60)
+            processes.stop(machine, found.launch_id, 0, self.engines, timeout_s=60)
 
     def survey(self, plan: Plan, joining: Sequence[Machine] = ()) -> dict[str, ClusterError | None]:
         """Return for each host of the plan why it cannot run it, or None. `joining` have not run the job before."""

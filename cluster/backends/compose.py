@@ -18,10 +18,11 @@ from typing import Any, ClassVar
 
 from cluster import contract
 from cluster.agent import scripts
-from cluster.backends import monitor, preflight, script
+from cluster.backends import preflight, processes, script
 from cluster.backends.base import Backend, FoundJob
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.runtimes import DOCKER, engine_options
+from cluster.spec import node_status
 from cluster.spec.defaults import how_to_get
 from cluster.spec.model import (
     CACHE,
@@ -31,12 +32,12 @@ from cluster.spec.model import (
     JobRecord,
     Mount,
     Node,
-    NodeStatus,
     Plan,
     Step,
     nodes_of,
     this_machine,
 )
+from cluster.spec.node_status import NodeStatus
 from cluster.spec.status import MOST_STATUS, parse
 from cluster.spec.traits import NO_NODE_SHELL
 from cluster.transport import Completed, LocalShell, inside
@@ -151,7 +152,7 @@ class ComposeBackend(Backend):
         with waiting(f"the containers of {plan.job_id} to exit", grace_s + 60):
             self._down(plan.job.launch_id, grace_s)
         if plan.job.gpus:  # the process that has their locks ends soon; the next job may start at once
-            monitor.stop(plan.nodes[0].machine, plan.job.launch_id, 0, [], timeout_s=30)
+            processes.stop(plan.nodes[0].machine, plan.job.launch_id, 0, [], timeout_s=30)
 
     def remove(self, inventory: Inventory, found: FoundJob) -> None:
         """Remove the containers and the network of a launch, and then its processes. Raises ClusterError."""
@@ -341,14 +342,14 @@ def _status(plan: Plan, name: str, state: Mapping[str, Any] | None) -> NodeStatu
         text = file.read(MOST_STATUS + 1).decode(errors="replace")
     agent = parse(text)
     if agent.has_exited:
-        return monitor.status(name, agent)
+        return node_status.from_agent(name, agent)
     if state is None:
         return NodeStatus(name, "lost", detail="its container is gone")
     if state["Status"] == "created":
         return NodeStatus(name, "pending")
     if state["Status"] in ("running", "restarting", "paused"):
         detail = "its container is paused" if state["Status"] == "paused" else ""
-        return replace(monitor.status(name, agent), detail=detail)
+        return replace(node_status.from_agent(name, agent), detail=detail)
     detail = "its container ran out of memory" if state.get("OOMKilled") else state.get("Error", "")
     ended_at = datetime.fromisoformat(f"{state['FinishedAt'][:19]}+00:00").timestamp()
     return NodeStatus(name, "exited", state["ExitCode"], detail, ended_at)

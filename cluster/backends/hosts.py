@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cluster.agent import scripts
-from cluster.backends import monitor, preflight, script
+from cluster.backends import poll_script, preflight, processes, script
 from cluster.backends.base import Backend
 from cluster.backends.monitor import NodeMonitor
 from cluster.backends.script import attempt_dir
 from cluster.errors import ClusterError, LaunchError, PortTakenError, UnreachableError, UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.runtimes.base import Runtime
-from cluster.spec.model import Job, JobRecord, Machine, Node, NodeStatus, Plan, Step, nodes_of, this_machine
+from cluster.spec.model import Job, JobRecord, Machine, Node, Plan, Step, nodes_of, this_machine
+from cluster.spec.node_status import NodeStatus
 from cluster.transport import parallel, reach, ssh_to
 from cluster.transport.waits import waiting
 
@@ -24,10 +25,10 @@ class HostsBackend(Backend):
     """One script per node: N nodes on this machine, or one on each machine of an inventory."""
 
     def __init__(self) -> None:
-        script = monitor.Script("poll")
+        script = poll_script.Script("poll")
         self._monitor = NodeMonitor(
-            lambda plan, machine: monitor.poll(plan, machine, script)[1],
-            lambda plans, machine: [found for _, found in monitor.poll_all(plans, machine, script)],
+            lambda plan, machine: poll_script.poll(plan, machine, script)[1],
+            lambda plans, machine: [found for _, found in poll_script.poll_all(plans, machine, script)],
         )
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
@@ -97,7 +98,7 @@ class HostsBackend(Backend):
             engines = [*filter(None, [RUNTIMES[machine.runtime].engine])]
             attempt, folder = plan.attempt if only_attempt else None, attempt_dir(plan, machine)
             launch_id = plan.job.launch_id
-            monitor.stop(machine, launch_id, grace_s, engines, timeout_s=timeout_s, attempt=attempt, folder=folder)
+            processes.stop(machine, launch_id, grace_s, engines, timeout_s=timeout_s, attempt=attempt, folder=folder)
             left.pop(machine.name)
 
         try:

@@ -9,6 +9,9 @@ from pathlib import Path
 from cluster.spec.model import Plan
 from cluster.transport import inside
 
+#: Bytes of a log that one poll fetches at most.
+CHUNK = 1 << 20
+
 
 def append(plan: Plan, copy: Path, at: int, chunk: bytes) -> None:
     """Append `chunk`, which starts at offset `at`, to the copy of a log, less what another follower has appended.

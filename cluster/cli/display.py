@@ -14,9 +14,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from cluster.agent.app.node_agent.events import Progress
-from cluster.backends.monitor import AwakeClock
+from cluster.backends.awake_clock import AwakeClock
 from cluster.cli.console import print_line, print_log_line
-from cluster.spec.model import Phase, Plan
+from cluster.spec.model import Plan
+from cluster.spec.node_status import Phase
 from cluster.store import Seen
 from cluster.supervisor import report
 from cluster.supervisor.job_state import JobView

@@ -7,12 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cluster import contract
-from cluster.agent.app.node_agent.events import Event
 from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
-from cluster.spec.status import Failure, StalledRank, Usage
 
-Phase = Literal["pending", "starting", "setup", "joining", "ready", "exited", "lost"]
 Device = Literal["cpu", "cuda", "any"]
 #: The index of a GPU in the order of nvidia-smi, or the UUID of a MIG slice, which jobs use and lock like a GPU.
 Gpu = int | str
@@ -328,44 +325,6 @@ class Plan:
     def is_elsewhere(self, machine: Machine) -> bool:
         """Whether a machine has another run directory than `run_dir` here, so that results must be fetched."""
         return bool(machine.login) or self.dir_on(machine) != self.run_dir
-
-
-@dataclass(frozen=True)
-class NodeStatus:
-    """The state of a node as a backend observed it; `ended_at` is a Unix time, None while it runs or if unknown.
-
-    `silent` says why and since when the machine does not answer, `where` on which host a Slurm node ran.
-    `failure` is the first failure among its ranks, from the agent.
-    `stall` says where its ranks wait, if they make no progress.
-    `leaving` are the ranks that have not exited although the programs of all ranks of the node have ended well.
-    `usage` has the CPU, memory and GPU use of its ranks, and the memory of its host.
-    `events` are the last event of each kind that makes up the phase and progress of the node.
-    `heartbeat` is the last one of its agent, by the clock of its machine (0: none yet). Compare it only with another
-    heartbeat of that agent: clocks differ, and are set.
-    `lost` says how many lines its log lacks, and why. `quiet_s` is the time since a rank wrote its last line.
-    `is_final`: the node could not start, and another attempt could not, either. `starts_over`: what was seen of it
-    before no longer holds, because the attempt has given its machines back and starts again later. `is_cancelled`: its
-    queue was asked to end the job, so it is not restarted.
-    """
-
-    node: str
-    phase: Phase
-    exit_code: int | None = None
-    detail: str = ""
-    ended_at: float | None = None
-    silent: str = ""
-    where: str = ""
-    failure: Failure | None = None
-    stall: tuple[StalledRank, ...] = ()
-    leaving: tuple[int, ...] = ()
-    usage: Usage | None = None
-    events: tuple[Event, ...] = ()
-    heartbeat: float = 0.0
-    lost: str = ""
-    quiet_s: float = 0.0
-    is_final: bool = False
-    starts_over: bool = False
-    is_cancelled: bool = False
 
 
 @dataclass(frozen=True)

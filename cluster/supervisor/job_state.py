@@ -18,7 +18,8 @@ from cluster.agent.app.node_agent.events import (
     Ready,
     SettingUp,
 )
-from cluster.spec.model import NodeStatus, Phase, Plan
+from cluster.spec.model import Plan
+from cluster.spec.node_status import NodeStatus, Phase
 from cluster.spec.status import Failure, StalledRank, Usage
 
 Verdict = Literal["waiting", "joined", "late", "stalled", "failed", "done"]

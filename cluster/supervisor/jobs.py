@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from cluster.agent.app.node_agent.events import Event, Metric
-from cluster.backends import BACKENDS, log_files, logs, monitor
+from cluster.backends import BACKENDS, log_files, logs
+from cluster.backends.awake_clock import AwakeClock
 from cluster.errors import ClusterError, UnreachableError, with_hint
-from cluster.spec.model import JobRecord, NodeStatus, Plan
+from cluster.spec.model import JobRecord, Plan
+from cluster.spec.node_status import NodeStatus
 from cluster.store import JobStore, Outcome, Seen
 from cluster.supervisor import job_state, report
 from cluster.supervisor.job_state import JobView, Verdict
@@ -107,7 +109,7 @@ def follow(
     follower = Follower(record)
     show.begin(plan)
     unreachable = 0
-    clock = monitor.AwakeClock()
+    clock = AwakeClock()
     while True:
         now = clock()
         before = _unanswered(follower.view)

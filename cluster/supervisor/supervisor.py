@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cluster import contract
-from cluster.backends import BACKENDS, monitor
+from cluster.backends import BACKENDS
+from cluster.backends.awake_clock import AwakeClock
 from cluster.errors import ClusterError, LaunchError, UnreachableError, with_hint
 from cluster.spec import defaults
 from cluster.spec.model import Job, JobRecord, Machine, PastAttempt, Plan
@@ -216,7 +217,7 @@ class Supervisor:
         found, silent = _checkpoint_times(retired, plan)
         if silent and not (found or own or stayed) and self.record.history[-1].step > (0, 0):
             self.show.note(f"no machine that answers has a checkpoint: waiting for {', '.join(silent)}")
-            clock = monitor.AwakeClock()
+            clock = AwakeClock()
             until = clock() + RETURN_S
             while silent and not found and clock() < until:
                 time.sleep(_RETURN_POLL_S)
@@ -249,7 +250,7 @@ class Supervisor:
 
     def _on_usable_hosts(self, lost: Sequence[str]) -> Job:
         """Return the job of the next attempt. With too few usable hosts, wait RETURN_S for the `lost` ones."""
-        job, plan, clock = self.record.job, self.record.plan, monitor.AwakeClock()
+        job, plan, clock = self.record.job, self.record.plan, AwakeClock()
         until = clock() + RETURN_S
         candidates = self._candidates()
         unusable: dict[str, ClusterError] = {name: UnreachableError(f"{name}: lost") for name in lost}

@@ -10,7 +10,8 @@ from cluster.backends import BACKENDS
 from cluster.cli import display, main
 from cluster.cli.console import console, print_line, print_log_line
 from cluster.errors import UsageError, printable
-from cluster.spec.model import Job, NodeStatus
+from cluster.spec.model import Job
+from cluster.spec.node_status import NodeStatus
 from cluster.spec.status import Failure
 from cluster.supervisor import job_state, notes
 

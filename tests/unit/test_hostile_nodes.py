@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from cluster.backends import BACKENDS, logs, monitor
+from cluster.backends import BACKENDS, logs
 from cluster.cli import display
 from cluster.contract import EVENT_MARK
-from cluster.spec import status
+from cluster.spec import node_status, status
 from cluster.spec.model import Job, JobRecord
 from cluster.supervisor import job_state, page, report, restarts
 from cluster.web import metrics
@@ -74,7 +74,7 @@ class Screens:
 
     def fold(self, view, lines, files, states=("alive", "alive")):
         names = [node.name for node in self.plan.nodes]
-        found = [monitor.status(*each) for each in zip(names, map(status.parse, files), states, strict=True)]
+        found = [node_status.from_agent(*each) for each in zip(names, map(status.parse, files), states, strict=True)]
         events = [each for line in lines if (each := logs.event(line))]
         return job_state.fold(view, found, [*events, *(event for each in found for event in each.events)], NOW)
 

@@ -4,7 +4,8 @@ import pytest
 
 from cluster.agent.app.node_agent.events import event
 from cluster.backends import BACKENDS
-from cluster.spec.model import Job, NodeStatus
+from cluster.spec.model import Job
+from cluster.spec.node_status import NodeStatus
 from cluster.spec.status import Failure
 from cluster.supervisor import job_state, report
 from cluster.supervisor.job_state import failing, fold, judge, missing

@@ -9,7 +9,8 @@ from cluster.backends.kubernetes.kubectl import Kubectl
 from cluster.backends.kubernetes.manifests import ATTEMPT_LABEL, LAUNCH_LABEL, pod_of
 from cluster.backends.kubernetes.pods import PodWatch
 from cluster.backends.kubernetes.waiting import PodState
-from cluster.spec.model import Job, JobRecord, Machine, Node, NodeStatus, Plan, Queue, nodes_of
+from cluster.spec.model import Job, JobRecord, Machine, Node, Plan, Queue, nodes_of
+from cluster.spec.node_status import NodeStatus
 from cluster.store import JobStore
 from cluster.supervisor import jobs
 from tests.conftest import wait_until

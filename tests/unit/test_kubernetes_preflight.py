@@ -9,7 +9,7 @@ from cluster.backends.kubernetes.kubectl import NotFoundError
 from cluster.backends.kubernetes.retries import Retries, is_half_started
 from cluster.backends.kubernetes.waiting import PodState
 from cluster.errors import UsageError
-from cluster.spec.model import NodeStatus
+from cluster.spec.node_status import NodeStatus
 
 #: As `kubectl auth can-i --list --no-headers` prints it.
 RULES = """\

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.backends.kubernetes import pods, waiting
-from cluster.spec.model import NodeStatus
+from cluster.spec.node_status import NodeStatus
 
 PODS = json.loads(Path(__file__).with_name("kubernetes_pods.json").read_text())
 

@@ -12,7 +12,8 @@ import pytest
 
 from cluster.agent.app.node_agent.events import event
 from cluster.backends import BACKENDS
-from cluster.spec.model import Job, JobRecord, NodeStatus, PastAttempt
+from cluster.spec.model import Job, JobRecord, PastAttempt
+from cluster.spec.node_status import NodeStatus
 from cluster.spec.status import Failure, RankUsage, Usage
 from cluster.store import JobStore
 from cluster.supervisor import job_state, page

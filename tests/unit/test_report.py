@@ -8,11 +8,12 @@ import typer
 from rich.console import Console
 
 from cluster.agent.app.node_agent.events import event, read
-from cluster.backends import BACKENDS, monitor
+from cluster.backends import BACKENDS
 from cluster.cli import display, follow
 from cluster.cli.console import console
-from cluster.spec import status
-from cluster.spec.model import Job, JobRecord, NodeStatus
+from cluster.spec import node_status, status
+from cluster.spec.model import Job, JobRecord
+from cluster.spec.node_status import NodeStatus
 from cluster.spec.status import Failure, StalledRank
 from cluster.store import JobStore
 from cluster.supervisor import hints, job_state, report, supervisor
@@ -54,8 +55,8 @@ def test_done_counts_from_the_launch_and_names_the_last_attempts_time():
 
 def test_the_table_says_since_when_a_node_prints_nothing():
     said = {"phase": "running", "heartbeat": 1000.0, "output_at": 400.0}
-    quiet = monitor.status("node-0", status.parse(json.dumps(said)))
-    talks = monitor.status("node-1", status.parse(json.dumps({**said, "output_at": 990.0})))
+    quiet = node_status.from_agent("node-0", status.parse(json.dumps(said)))
+    talks = node_status.from_agent("node-1", status.parse(json.dumps({**said, "output_at": 990.0})))
     ready = [event({"event": "ready", "node": rank, "time": 20.0}) for rank in (0, 1)]
     seen = fold(job_state.start(PLAN, 9.0), [quiet, talks], ready, 200.0)
     out = Console(record=True, width=120)

@@ -9,7 +9,8 @@ import pytest
 from cluster.agent.app.node_agent.events import event
 from cluster.backends import BACKENDS
 from cluster.errors import UnreachableError
-from cluster.spec.model import Job, Machine, NodeStatus, Queue
+from cluster.spec.model import Job, Machine, Queue
+from cluster.spec.node_status import NodeStatus
 from cluster.spec.status import Failure
 from cluster.supervisor import job_state, restarts
 

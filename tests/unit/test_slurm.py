@@ -15,7 +15,8 @@ from cluster.backends import slurm as slurm_backend
 from cluster.backends.slurm import login_node, queue
 from cluster.backends.slurm import options as slurm_options
 from cluster.errors import UsageError
-from cluster.spec.model import Job, Machine, NodeStatus, Queue
+from cluster.spec.model import Job, Machine, Queue
+from cluster.spec.node_status import NodeStatus
 from cluster.spec.request import Request
 from cluster.supervisor import job_state, restarts
 

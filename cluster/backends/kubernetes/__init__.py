@@ -21,7 +21,8 @@ from typing import Any, ClassVar, NamedTuple
 from rich.filesize import decimal
 
 from cluster.agent import scripts
-from cluster.backends import monitor, script
+from cluster.backends import monitor, results, script
+from cluster.backends.awake_clock import AwakeClock
 from cluster.backends.base import Backend, FoundJob
 from cluster.backends.kubernetes import discover, files, kubectl, manifests, pods, preflight, template, waiting
 from cluster.backends.kubernetes.kubectl import ForbiddenError, Kubectl, NodeSilentError, NotFoundError, QuotaError
@@ -34,9 +35,10 @@ from cluster.backends.kubernetes.manifests import (
     USER_LABEL,
 )
 from cluster.backends.kubernetes.retries import Retries, is_half_started
-from cluster.backends.monitor import NodeMonitor, NodeStatuses
+from cluster.backends.monitor import NodeMonitor
 from cluster.errors import ClusterError, LaunchError, NameTakenError, UnreachableError, UsageError
-from cluster.spec.model import WORKDIR, Device, Inventory, Job, JobRecord, Machine, Node, NodeStatus, Plan
+from cluster.spec.model import WORKDIR, Device, Inventory, Job, JobRecord, Machine, Node, Plan
+from cluster.spec.node_status import NodeStatus, NodeStatuses
 from cluster.spec.traits import NO_NODE_SHELL
 from cluster.transport import Completed, parallel, waits
 from cluster.transport.files import Report
@@ -489,7 +491,7 @@ class KubernetesBackend(Backend):
             return silent, True
         results = self._run_in(plan, client, asked, "stop", str(math.ceil(grace_s)))
         silent |= {name for name, error in results.items() if isinstance(error, NodeSilentError)}
-        clock = monitor.AwakeClock()
+        clock = AwakeClock()
         until = clock() + grace_s + _STOP_MARGIN_S
         left = [watch for watch in self._known(plan).watches if watch.pod in results and watch.pod not in silent]
         is_asked = all(isinstance(done, Completed) and not done.code for done in results.values())
@@ -547,7 +549,7 @@ class KubernetesBackend(Backend):
                 return
             # An earlier job of this name may have left attempts in the volume that this job has yet to make.
             later = (f"/attempt-{number}" for number in range(plan.attempt + 1, plan.job.max_restarts + 2))
-            fetch(folder, plan.run_dir, excluded=(*monitor.NOT_RESULTS, f"/{WORKDIR}", *later))
+            fetch(folder, plan.run_dir, excluded=(*results.NOT_RESULTS, f"/{WORKDIR}", *later))
             if plan.workdir:
                 since = states[pod].started_at
                 target = f"{plan.run_dir}/{WORKDIR}"
@@ -572,7 +574,7 @@ def _delete(client: Kubectl, kinds: str, selector: str, grace_s: int = _DELETE_G
     because it could continue to write.
     """
     client.delete(kinds, selector, grace_s=grace_s)
-    clock = monitor.AwakeClock()
+    clock = AwakeClock()
     until, ask_at = clock() + grace_s + _REMOVAL_S, clock() + grace_s + pods.MISSED_S
     while left := client.get("pods", selector):
         states = {pod["metadata"]["name"]: waiting.observed("", pod) for pod in left}

@@ -16,10 +16,13 @@ from typing import Any
 from cluster import contract
 from cluster.agent import scripts
 from cluster.backends import log_files, monitor
+from cluster.backends.awake_clock import AwakeClock
 from cluster.backends.kubernetes import manifests, waiting
 from cluster.backends.kubernetes.kubectl import ContainerEndedError, Kubectl, NotFoundError
 from cluster.errors import ClusterError
-from cluster.spec.model import NodeStatus, Plan
+from cluster.spec import node_status
+from cluster.spec.model import Plan
+from cluster.spec.node_status import NodeStatus
 from cluster.spec.status import parse
 
 #: The least time between two requests for the list of pods.
@@ -52,7 +55,7 @@ class PodWatch:
         self._plan = plan
         #: Where the log of this pod begins in the copy.
         self._begin = self._copied if is_again else 0
-        self._clock = monitor.AwakeClock()
+        self._clock = AwakeClock()
         self._answered_at = self._polled_at = self._clock()
         self._heartbeat = (0.0, self._clock())
         self._thread: threading.Thread | None = None
@@ -173,7 +176,7 @@ class PodWatch:
         at = self._copied
         name = f"{self._plan.dir_on(self._plan.nodes[0].machine)}/attempt-{self._plan.attempt}/{self.name}"
         script = scripts.text("backends/kubernetes/in_pod/poll.py")
-        words = [self._plan.job.python, "-c", script, name, str(at - self._begin), str(monitor.LOG_CHUNK)]
+        words = [self._plan.job.python, "-c", script, name, str(at - self._begin), str(log_files.CHUNK)]
         done = kubectl.exec(self.pod, words, timeout_s=_SILENT_TIMEOUT_S if self.error else _TIMEOUT_S)
         try:
             found: Mapping[str, Any] = json.loads(done.out)
@@ -182,9 +185,9 @@ class PodWatch:
             raise ClusterError(f"its container did not answer: {done.last_line}") from error
         with contextlib.suppress(FileNotFoundError):  # the record of the job was removed
             log_files.append(self._plan, self._copy, at, chunk)
-        if len(chunk) == monitor.LOG_CHUNK:  # a node counts as exited once its whole log has been fetched
+        if len(chunk) == log_files.CHUNK:  # a node counts as exited once its whole log has been fetched
             return NodeStatus(self.name, "starting", events=agent.events or ())
-        status = monitor.status(self.name, agent)
+        status = node_status.from_agent(self.name, agent)
         self.is_complete = status.phase == "exited"
         return status
 

@@ -8,8 +8,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from cluster.backends.awake_clock import AwakeClock
 from cluster.backends.kubernetes.waiting import PodState
-from cluster.backends.monitor import AwakeClock
 
 #: The shortest and the longest time before another try, in seconds.
 _SHORTEST_S, _LONGEST_S = 5.0, 60.0

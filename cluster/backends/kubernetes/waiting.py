@@ -9,7 +9,7 @@ from typing import Any
 from cluster import contract
 from cluster.backends.kubernetes.manifests import FILES_CONTAINER, NODE_CONTAINER
 from cluster.runtimes import short_id
-from cluster.spec.model import NodeStatus
+from cluster.spec.node_status import NodeStatus
 
 Document = Mapping[str, Any]
 

@@ -14,9 +14,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from cluster.agent import scripts
-from cluster.backends import monitor, preflight, script
+from cluster.backends import monitor, poll_script, preflight, script
+from cluster.backends.awake_clock import AwakeClock
 from cluster.backends.base import Backend, FoundJob, found_on
-from cluster.backends.monitor import NodeMonitor, NodeStatuses
+from cluster.backends.monitor import NodeMonitor
 from cluster.backends.slurm import login_node, options, queue
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.spec.model import (
@@ -26,12 +27,12 @@ from cluster.spec.model import (
     JobRecord,
     Machine,
     Node,
-    NodeStatus,
     Plan,
     Step,
     nodes_of,
     this_machine,
 )
+from cluster.spec.node_status import NodeStatus, NodeStatuses
 from cluster.transport import parallel, reach, ssh_to
 from cluster.transport.waits import waiting
 
@@ -259,7 +260,7 @@ class SlurmBackend(Backend):
             return self._requeued(plan)
 
     def _requeued(self, plan: Plan) -> Plan | None:
-        clock = monitor.AwakeClock()
+        clock = AwakeClock()
         until = clock() + _REQUEUE_S
         while clock() < until:
             try:
@@ -292,14 +293,14 @@ class SlurmBackend(Backend):
 
     def _query(self, plan: Plan, login: Machine) -> "_Answer":
         """Return the job, its attempt, the hosts, the batch script's error, and the nodes' own statuses."""
-        return _answer(monitor.poll(plan, login, _POLL))
+        return _answer(poll_script.poll(plan, login, _POLL))
 
     def _poll(self, plan: Plan, login: Machine) -> NodeStatuses:
         return _statuses(plan, self._query(plan, login))
 
     def _poll_all(self, plans: Sequence[Plan], login: Machine) -> list[NodeStatuses | ClusterError]:
         made: list[NodeStatuses | ClusterError] = []
-        for plan, polled in zip(plans, monitor.poll_all(plans, login, _POLL), strict=True):
+        for plan, polled in zip(plans, poll_script.poll_all(plans, login, _POLL), strict=True):
             try:
                 made.append(_statuses(plan, _answer(polled)))
             except Exception as error:  # one job hides no other
@@ -311,12 +312,12 @@ def _words(plan: Plan, login: Machine) -> list[str]:
     return [plan.job_id, plan.dir_on(login), str(len(plan.nodes_on(login)))]
 
 
-_POLL = monitor.Script("backends/slurm/poll", 4, _words, {"old": INTERVAL_S, "format": queue.FORMAT})
+_POLL = poll_script.Script("backends/slurm/poll", 4, _words, {"old": INTERVAL_S, "format": queue.FORMAT})
 #: The job in squeue, its attempt, the hosts, the batch script's error, and the nodes' own statuses.
 _Answer = tuple[queue.Row | None, int, Sequence[str], str, NodeStatuses]
 
 
-def _answer(polled: monitor.Polled) -> _Answer:
+def _answer(polled: poll_script.Answer) -> _Answer:
     """Parse what poll.sh prints of a job. Raises UnreachableError if Slurm does not answer."""
     (line, running, refused, error), own = polled
     if refused and not line:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from cluster import contract
-from cluster.spec.model import NodeStatus, Phase, Plan
+from cluster.spec.model import Plan
+from cluster.spec.node_status import NodeStatus, Phase
 
 #: Exit code of the batch script if the run directory is not the same folder on all nodes.
 EXIT_NOT_SHARED = 78
