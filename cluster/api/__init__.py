@@ -49,31 +49,31 @@ class Launched:
 
     def wait(self) -> JobResult:
         """Follow the job to its end, restart it after failures, and collect its results."""
-        from cluster.supervisor import jobs, report, supervisor
+        from cluster.supervisor import display, job_end, report, supervisor
 
         records = JobStore()
-        follower, refusal = supervisor.Supervisor(self._record, records, jobs.Display(), self._secrets).run()
-        outcome, problems = jobs.finish(follower, records)
+        attempt, refusal = supervisor.Supervisor(self._record, records, display.Display(), self._secrets).run()
+        outcome, problems = job_end.finish(attempt, records)
         _note(*problems)
-        view = follower.view
+        view = attempt.view
         scored = view.done or view.metric
         record = records.load(self.name)
-        why = "; ".join(text for text in (report.cause(view, follower.verdict) or record.detail, refusal) if text)
+        why = "; ".join(text for text in (report.cause(view, attempt.verdict) or record.detail, refusal) if text)
         return JobResult(outcome, record.exit_code, why, scored.as_json() if scored else None)
 
     def state(self) -> str:
         """Return queued, starting, joining, running, unreachable, done, failed or stopped."""
-        from cluster.supervisor import jobs
+        from cluster.supervisor import job_monitor
 
         records = JobStore()
-        (polled,) = jobs.poll_all([records.load(self.name)], records)
+        (polled,) = job_monitor.poll_all([records.load(self.name)], records)
         return polled.state
 
     def stop(self, grace_s: float | None = None) -> None:
         """Stop the job on every node; kill what still runs after `grace_s`, by default the job's. Safe to repeat."""
-        from cluster.supervisor import jobs
+        from cluster.supervisor import job_end
 
-        jobs.stop(self.name, JobStore(), grace_s)
+        job_end.stop(self.name, JobStore(), grace_s)
 
 
 def launch(

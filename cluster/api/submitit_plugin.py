@@ -21,7 +21,7 @@ from cluster.errors import ClusterError
 from cluster.spec import defaults
 from cluster.spec.request import Request
 from cluster.store import JobStore
-from cluster.supervisor import jobs, launcher
+from cluster.supervisor import job_end, job_monitor, launcher
 
 #: Job states, and Slurm's names for them.
 _STATES = dict.fromkeys(("queued", "starting", "joining"), "PENDING")
@@ -35,7 +35,7 @@ class StoreWatcher(core.InfoWatcher):
         """Return PENDING, RUNNING, COMPLETED, FAILED or CANCELLED; UNKNOWN if the job or its nodes cannot be read."""
         records = JobStore()
         try:
-            return _STATES.get(jobs.poll(records.load(job_id), records).state, "UNKNOWN")
+            return _STATES.get(job_monitor.poll(records.load(job_id), records).state, "UNKNOWN")
         except ClusterError:
             return "UNKNOWN"
 
@@ -76,7 +76,7 @@ class ClusterctlJob(core.Job[Any]):
     def cancel(self, check: bool = True) -> None:
         """Stop the job on every node."""
         try:
-            jobs.stop(self.job_id, JobStore())
+            job_end.stop(self.job_id, JobStore())
         except ClusterError:
             if check:
                 raise

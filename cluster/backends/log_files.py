@@ -14,14 +14,14 @@ CHUNK = 1 << 20
 
 
 def append(plan: Plan, copy: Path, at: int, chunk: bytes) -> None:
-    """Append `chunk`, which starts at offset `at`, to the copy of a log, less what another follower has appended.
+    """Append `chunk`, which starts at offset `at`, to the copy of a log, less what another process has appended.
 
     Raises OSError, also if the copy has become a link that leads out of the run directory.
     """
     if not chunk:
         return
     with inside.open_file(plan.run_dir, copy, "ab") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: two followers may write a line twice
+        with contextlib.suppress(OSError):  # a file system without locks: two processes may write a line twice
             fcntl.flock(file, fcntl.LOCK_EX)
         written = file.seek(0, io.SEEK_END) - at
         rest = chunk[written:] if written >= 0 else b""

@@ -20,8 +20,9 @@ from cluster.spec.model import Plan
 from cluster.spec.node_status import Phase
 from cluster.store import Seen
 from cluster.supervisor import report
+from cluster.supervisor.display import Display
 from cluster.supervisor.job_state import JobView
-from cluster.supervisor.jobs import UNREACHABLE, Display
+from cluster.supervisor.job_status import UNREACHABLE
 from cluster.supervisor.report import seconds
 
 _STYLES: dict[Phase, str] = {

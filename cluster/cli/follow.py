@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from cluster.spec.model import JobRecord
     from cluster.store import JobStore
-    from cluster.supervisor.jobs import Follower
+    from cluster.supervisor.attempt_monitor import AttemptMonitor
 
 _ERROR = "bold red"
 _STOPS_AT_ONCE = 16
@@ -54,7 +54,7 @@ def follow(
         screen = LiveDisplay(out, record.plan, all_nodes=logs == "all", is_attached=not stop_on_interrupt)
         print_line(out, header(record.plan), *notes)
         with screen:
-            follower, refusal = supervisor.Supervisor(record, records, screen, secrets).run()
+            attempt, refusal = supervisor.Supervisor(record, records, screen, secrets).run()
     except KeyboardInterrupt as interrupt:
         # An interrupted print can leave the first console buffering for ever.
         out = console(stderr=streams.is_closed())
@@ -69,7 +69,7 @@ def follow(
     except ClusterError as error:
         raise type(error)(error.message, f"the job may still be running: clusterctl attach {job_id}") from error
     streams.outlive()
-    return finish(follower, refusal, records, out)
+    return finish(attempt, refusal, records, out)
 
 
 def leave_behind(record: JobRecord, records: JobStore, secrets: Mapping[str, str]) -> list[str]:
@@ -85,12 +85,12 @@ def leave_behind(record: JobRecord, records: JobStore, secrets: Mapping[str, str
 
 def stop_interrupted(record: JobRecord, records: JobStore, out: Console) -> NoReturn:
     """Stop a job after Ctrl-C, and exit. A finished job keeps its outcome; only the copy of its results ends."""
-    from cluster.supervisor import jobs
+    from cluster.supervisor import job_end
 
     job_id = record.plan.job_id
     record = records.load(job_id)
     if record.outcome in ("done", "failed"):
-        problems = jobs.clean_up(record, grace_s=0)
+        problems = job_end.clean_up(record, grace_s=0)
         how = f"interrupted; {job_id}: {record.outcome}. To copy the rest of its results: clusterctl stop {job_id}"
         print_line(out, *problems, how)
         raise typer.Exit(interrupted())
@@ -102,12 +102,12 @@ def stop_interrupted(record: JobRecord, records: JobStore, out: Console) -> NoRe
 def stop_jobs(
     stopping: Sequence[JobRecord], records: JobStore, out: Console, grace_s: float | None = None
 ) -> list[ClusterError]:
-    """Stop jobs at the same time, wait for their ends and collect their results, as `jobs.stop` does.
+    """Stop jobs at the same time, wait for their ends and collect their results, as `job_end.stop` does.
 
     The next Ctrl-C kills their ranks. Print what could not be collected, and return the errors of those that may still
     be running.
     """
-    from cluster.supervisor import jobs
+    from cluster.supervisor import job_end
 
     streams.outlive()
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a closed terminal does not end a stop half-way
@@ -119,13 +119,13 @@ def stop_jobs(
         for record in stopping:
             print_line(out, f"stopping {record.plan.job_id} now (Ctrl-C again exits at once)")
             # in a thread: the stop before it waits for the same processes
-            killing.append(threading.Thread(target=jobs.clean_up, args=(record, 0.0), daemon=True))
+            killing.append(threading.Thread(target=job_end.clean_up, args=(record, 0.0), daemon=True))
             killing[-1].start()
 
     def stop(record: JobRecord) -> None:
         job_id = record.plan.job_id
         try:
-            ended, problems = jobs.stop(job_id, records, grace_s)
+            ended, problems = job_end.stop(job_id, records, grace_s)
         except ClusterError as error:
             where = f"{job_id}: " if len(stopping) > 1 else ""
             errors.append(type(error)(where + error.message, error.hint))
@@ -149,13 +149,13 @@ def stop_jobs(
     return errors
 
 
-def finish(follower: Follower, refusal: str, records: JobStore, out: Console) -> int:
+def finish(attempt: AttemptMonitor, refusal: str, records: JobStore, out: Console) -> int:
     """Clean up after a job, print its final report and return the exit code."""
-    from cluster.supervisor import jobs, report, restarts
+    from cluster.supervisor import job_end, report, restarts
 
-    plan, view, verdict = follower.plan, follower.view, follower.verdict
+    plan, view, verdict = attempt.plan, attempt.view, attempt.verdict
     ended_at = time.time()
-    outcome, problems = jobs.finish(follower, records)
+    outcome, problems = job_end.finish(attempt, records)
     print_line(out, *problems)
     if outcome == "stopped":
         print_line(out, f"{plan.job_id} was stopped")
@@ -175,7 +175,7 @@ def finish(follower: Follower, refusal: str, records: JobStore, out: Console) ->
     print_line(out, cause, style=_ERROR)
     if refusal and not (plan.attempt == 1 and refusal == restarts.NO_RESTARTS):
         print_line(out, f"not restarted: {refusal}")
-    print_line(out, *report.last_lines(view, verdict, follower.tails))
+    print_line(out, *report.last_lines(view, verdict, attempt.tails))
     stopped = f"all nodes stopped {time.time() - ended_at:.1f} s later"
     print_line(out, "; ".join([stopped, *report.logs_of(plan, every_rank=True)]))
     return records.load(plan.job_id).exit_code

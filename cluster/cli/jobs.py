@@ -22,7 +22,7 @@ from cluster.spec.request import option
 from cluster.store import JobStore
 
 if TYPE_CHECKING:
-    from cluster.supervisor.jobs import Polled
+    from cluster.supervisor.job_status import JobStatus
 
 _NO_SUPERVISOR = "none"
 #: The columns of `ps`.
@@ -42,7 +42,7 @@ def _supervisor_of(record: JobRecord, records: JobStore) -> str:
     return "the queue" if BACKENDS[record.plan.backend].requeues else _NO_SUPERVISOR
 
 
-def _about(polled: "Polled") -> dict[str, Any]:
+def _about(polled: "JobStatus") -> dict[str, Any]:
     """Return what `ps` and `status` say in JSON about a job's state: times are Unix times, null if unknown."""
     return {"last_state": polled.last_state or None, "since": polled.since, "reason": polled.why or None}
 
@@ -59,32 +59,32 @@ def attach(job: options.JobName, logs: options.Logs = "master") -> None:
     Use it after `launch --detach`, or when the launcher is gone. Ctrl-C detaches: the job keeps running, and a
     background process restarts it after failures. The exit code is the job's, as for launch.
     """
-    from cluster.supervisor import jobs
+    from cluster.supervisor import job_end
 
     records, out = JobStore(), console()
     record = records.load(job)
     if record.outcome:
-        jobs.await_results(job, records)
+        job_end.await_results(job, records)
         raise typer.Exit(print_outcome(record, out))
     raise typer.Exit(follow(record, records, out, logs, stop_on_interrupt=False))
 
 
 def wait(job: options.JobName) -> None:
     """Wait silently for a job to end. The exit code is the job's."""
-    from cluster.supervisor import jobs, supervisor
+    from cluster.supervisor import display, job_end, supervisor
 
     records, out = JobStore(), console()
     record = records.load(job)
     if record.outcome:
-        jobs.await_results(job, records)
+        job_end.await_results(job, records)
         raise typer.Exit(print_outcome(record, out))
     on_interrupt(out, "")
     try:
-        follower, refusal = supervisor.Supervisor(record, records, jobs.Display()).run()
+        attempt, refusal = supervisor.Supervisor(record, records, display.Display()).run()
     except KeyboardInterrupt:
         print_line(out, *leave_behind(record, records, {}))
         raise typer.Exit(interrupted()) from None
-    raise typer.Exit(finish(follower, refusal, records, out))
+    raise typer.Exit(finish(attempt, refusal, records, out))
 
 
 def supervise(job: options.JobName) -> None:
@@ -147,7 +147,7 @@ def ps(
     from rich.table import Column, Table
 
     from cluster.cli.display import PLAIN
-    from cluster.supervisor import jobs
+    from cluster.supervisor import job_monitor
     from cluster.supervisor.report import from_here, seconds
 
     rows: list[dict[str, Any]] = []
@@ -155,7 +155,7 @@ def ps(
     reasons: dict[str, list[str]] = {}
     records = JobStore()
     now = time.time()
-    for polled in jobs.poll_all([record for record in records if every or not record.outcome], records):
+    for polled in job_monitor.poll_all([record for record in records if every or not record.outcome], records):
         plan, state = polled.record.plan, polled.state
         shown_states[plan.job_id] = polled.words(now)
         if polled.why and not polled.record.outcome:
@@ -197,10 +197,10 @@ def ps(
 def status(job: options.JobName, as_json: options.AsJson = False) -> None:
     """Show the phase of each node of a job."""
     from cluster.cli.display import header, node_table
-    from cluster.supervisor import jobs, notes, report
+    from cluster.supervisor import job_monitor, notes, report
 
     records, now = JobStore(), time.time()
-    (polled,) = jobs.poll_all([records.load(job)], records)
+    (polled,) = job_monitor.poll_all([records.load(job)], records)
     record, state, view = polled.record, polled.state, polled.view
     supervisor = _supervisor_of(record, records) if polled.is_readable else ""
     kept = notes.Reader(record.plan).lines()
@@ -239,9 +239,9 @@ def logs(
     everything: Annotated[bool, options.flag("Include the agent's output.", "--everything")] = False,
 ) -> None:
     """Print a job's logs, each line prefixed with its node."""
-    from cluster.supervisor import jobs, notes, session
+    from cluster.supervisor import attempt_monitor, job_monitor, notes, session
 
-    observer = jobs.Observer(job, JobStore())
+    observer = job_monitor.JobMonitor(job, JobStore())
     plan, kept = observer.record.plan, notes.Reader(observer.record.plan)
     wanted = session.node_named(observer.record, node).name if node else ""
     width = max(len(each.name) for each in plan.nodes)
@@ -257,7 +257,7 @@ def logs(
                     print(text, flush=True)
             if not follow or observer.has_ended:
                 return
-            time.sleep(jobs.POLL_S)
+            time.sleep(attempt_monitor.POLL_S)
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
@@ -276,9 +276,9 @@ def top(
     from rich.live import Live
 
     from cluster.cli.display import UsageTable, header
-    from cluster.supervisor import jobs
+    from cluster.supervisor import job_monitor
 
-    observer, usage, out = jobs.Observer(job, JobStore()), UsageTable(), console()
+    observer, usage, out = job_monitor.JobMonitor(job, JobStore()), UsageTable(), console()
     if outcome := observer.record.outcome:
         raise UsageError(f"{job} is not running: {outcome}", f"to see how it ended: clusterctl status {job}")
 

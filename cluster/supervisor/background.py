@@ -23,7 +23,7 @@ from cluster.backends import BACKENDS
 from cluster.errors import UnreachableError, with_hint
 from cluster.spec.model import JobRecord
 from cluster.store import JobStore
-from cluster.supervisor import jobs, notes
+from cluster.supervisor import attempt_monitor, display, job_end, notes
 from cluster.supervisor.supervisor import Supervisor
 from cluster.transport import inside
 
@@ -88,16 +88,16 @@ def _supervise(job_id: str, records: JobStore, secrets: Mapping[str, str]) -> No
     noted_at = -math.inf
     while not (record := records.load(job_id)).outcome:
         try:
-            follower, _ = Supervisor(record, records, jobs.Display(), secrets).supervise()
+            attempt, _ = Supervisor(record, records, display.Display(), secrets).supervise()
         except UnreachableError as error:
             if time.monotonic() - noted_at > _NOTE_EVERY_S:
                 noted_at = time.monotonic()
                 notes.add(record.plan, f"{with_hint(error.message, error.hint)}; trying again until the job is stopped")
             until = time.monotonic() + _RETRY_S
             while time.monotonic() < until and not records.load(job_id).outcome:
-                time.sleep(jobs.POLL_S)
+                time.sleep(attempt_monitor.POLL_S)
             continue
         if records.load(job_id).outcome != "stopped":  # `stop` itself cleans up, and waits for the end of this process
-            _, problems = jobs.finish(follower, records)
-            notes.add(follower.plan, *problems)
+            _, problems = job_end.finish(attempt, records)
+            notes.add(attempt.plan, *problems)
         return

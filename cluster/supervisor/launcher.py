@@ -35,7 +35,7 @@ from cluster.spec.defaults import Here
 from cluster.spec.model import Gpu, Inventory, Job, JobRecord, Machine, Plan, Step
 from cluster.spec.request import Request
 from cluster.store import JobStore
-from cluster.supervisor import jobs
+from cluster.supervisor import job_end, job_monitor, job_status
 from cluster.transport import files, parallel, reach, rsync, workdir
 from cluster.transport.local import LocalShell
 
@@ -220,7 +220,7 @@ class Launcher:
                     raise
         except KeyboardInterrupt:
             if is_reserved:  # some nodes may have started
-                jobs.cancel(record, self.records, grace_s=0)
+                job_end.cancel(record, self.records, grace_s=0)
             raise
         self.started = record
         return record, notes
@@ -265,7 +265,7 @@ class Launcher:
         except ClusterError as error:
             # A node that did not answer in time may still start.
             if is_submitted or isinstance(error, UnreachableError):
-                jobs.clean_up(record, grace_s=0)
+                job_end.clean_up(record, grace_s=0)
             raise
         if self.records.load(plan.job_id).outcome:  # `stop` in another process, before the nodes existed
             backend.cancel(plan, grace_s=0)
@@ -300,12 +300,12 @@ class Launcher:
         except ClusterError as error:
             for record in reserved:
                 if is_submitted:
-                    jobs.clean_up(record, grace_s=0)
+                    job_end.clean_up(record, grace_s=0)
                 self.records.end(record.plan.job_id, "failed", error.message, error.exit_code)
             raise
         except KeyboardInterrupt:
             for record in reserved:  # Slurm may have accepted the array
-                jobs.cancel(record, self.records, grace_s=0)
+                job_end.cancel(record, self.records, grace_s=0)
             raise
         return reserved
 
@@ -430,9 +430,9 @@ def _check_gpus(job: Job, records: JobStore) -> None:
 def gpus_in_use(records: JobStore) -> dict[Gpu, str]:
     """Return this machine's GPUs that recorded jobs use, with the jobs' names."""
     held: dict[Gpu, str] = {}
-    for polled in jobs.poll_all([each for each in records if each.job.gpus and not each.outcome], records):
+    for polled in job_monitor.poll_all([each for each in records if each.job.gpus and not each.outcome], records):
         # While its Docker Engine is down, so are its containers.
-        if polled.state not in ("done", "failed", "stopped", jobs.UNREACHABLE):
+        if polled.state not in ("done", "failed", "stopped", job_status.UNREACHABLE):
             held |= dict.fromkeys(polled.record.job.gpus, polled.record.plan.job_id)
     return held
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from cluster.errors import printable
 from cluster.spec.model import Plan
+from cluster.supervisor.display import Display
 from cluster.supervisor.job_state import JobView
-from cluster.supervisor.jobs import Display
 from cluster.transport import inside
 
 NAME = "supervisor.log"

@@ -17,9 +17,11 @@ from cluster.errors import ClusterError, LaunchError, UnreachableError, with_hin
 from cluster.spec import defaults
 from cluster.spec.model import Job, JobRecord, Machine, PastAttempt, Plan
 from cluster.store import JobStore
-from cluster.supervisor import jobs, launcher, notes, restarts
+from cluster.supervisor import attempt_monitor, job_end, job_monitor, launcher, notes, restarts, webhook
+from cluster.supervisor.attempt_monitor import AttemptMonitor
+from cluster.supervisor.display import Display
+from cluster.supervisor.job_end import FAILED_GRACE_S
 from cluster.supervisor.job_state import RETURN_S, JobView, failing
-from cluster.supervisor.jobs import FAILED_GRACE_S, Display, Follower
 from cluster.supervisor.launcher import Launcher
 from cluster.supervisor.restarts import Failure
 from cluster.transport import files, parallel, reach
@@ -43,25 +45,25 @@ class Supervisor:
     show: Display
     secrets: Mapping[str, str] = field(default_factory=dict)
 
-    def run(self) -> tuple[Follower, str]:
+    def run(self) -> tuple[AttemptMonitor, str]:
         """Follow the job over all its attempts. Restart it, unless another process on this machine does that already.
 
         Return the last attempt, and why the job was not restarted ("" if it is done or was stopped).
         """
         copied = notes.Copied(self.show, self.record.plan)
-        follower, has_ended = Follower(self.record), False
+        attempt, has_ended = AttemptMonitor(self.record), False
         while True:
-            if not jobs.is_being_started(self.record, self.records):
+            if not job_monitor.is_being_started(self.record, self.records):
                 with self.records.watch(self.record.plan.job_id) as is_supervisor:
                     if is_supervisor:
                         return self.supervise()
-                follower = jobs.follow(self.record, copied, records=self.records)
-                has_ended = self._has_ended(follower)
+                attempt = attempt_monitor.follow(self.record, copied, records=self.records)
+                has_ended = self._has_ended(attempt)
             if has_ended or not self._wait_for_start(copied):
                 self._wait_for_background(copied)
-                return follower, ""
+                return attempt, ""
 
-    def supervise(self) -> tuple[Follower, str]:
+    def supervise(self) -> tuple[AttemptMonitor, str]:
         """As `run`, for a process that holds the job's lock (`JobStore.watch`)."""
         self.record = self.records.load(self.record.plan.job_id)  # another process may have restarted it
         if self.record.start_lock:  # that process was killed: what it has started is followed now
@@ -69,15 +71,15 @@ class Supervisor:
             self.records.update(self.record)
         self.show = notes.Kept(self.show, self.record.plan)
         while True:
-            follower = jobs.follow(self.record, self.show, self._patience_s, tends=True, records=self.records)
-            if self._has_ended(follower):
-                return follower, ""
-            self._check_network(follower.view)
-            failed_at, failure = time.time(), restarts.failure(follower.view, follower.verdict)
+            attempt = attempt_monitor.follow(self.record, self.show, self._patience_s, tends=True, records=self.records)
+            if self._has_ended(attempt):
+                return attempt, ""
+            self._check_network(attempt.view)
+            failed_at, failure = time.time(), restarts.failure(attempt.view, attempt.verdict)
             try:
                 if not self._has_recorded_failure():
                     self._record_failure(failure)
-                refused = self._restart(follower)
+                refused = self._restart(attempt)
             except KeyboardInterrupt:
                 raise BetweenAttempts from None
             except ClusterError as error:
@@ -85,19 +87,19 @@ class Supervisor:
             if refused and refused != restarts.NO_RESTARTS:
                 notes.add(self.record.plan, f"{failure.why}; not restarted: {refused}")
             if refused:  # recorded before another process may become the supervisor
-                for text in jobs.record_outcome(follower, self.records):
+                for text in job_end.record_outcome(attempt, self.records):
                     self.show.note(text)
-                return follower, refused
+                return attempt, refused
             plan = self.record.plan
             names = ", ".join(node.name for node in plan.nodes)
             self.show.note(f"attempt {plan.attempt} on {names}, {time.time() - failed_at:.1f} s after the failure")
-            for text in jobs.post_webhook(plan, "restarted", restarts.failures(self.record)[-1].why):
+            for text in webhook.post(plan, "restarted", restarts.failures(self.record)[-1].why):
                 self.show.note(text)
 
-    def _has_ended(self, follower: Follower) -> bool:
-        return follower.verdict == "done" or bool(self.records.load(self.record.plan.job_id).outcome)
+    def _has_ended(self, attempt: AttemptMonitor) -> bool:
+        return attempt.verdict == "done" or bool(self.records.load(self.record.plan.job_id).outcome)
 
-    def _restart(self, follower: Follower) -> str:
+    def _restart(self, attempt: AttemptMonitor) -> str:
         """Start the next attempt. Return why the job is not restarted, "" if it is.
 
         Each attempt that does not start counts as a restart. Raises ClusterError if no attempt starts: twice for the
@@ -106,11 +108,11 @@ class Supervisor:
         job = self.record.job
         while True:
             past = restarts.failures(self.record)
-            if refused := restarts.refusal(job, follower.view, follower.verdict, past):
+            if refused := restarts.refusal(job, attempt.view, attempt.verdict, past):
                 return refused
             self.show.note(f"{past[-1].why}; restart {len(past)} of {job.max_restarts}")
             try:
-                self._start_next_attempt(follower.view)
+                self._start_next_attempt(attempt.view)
                 return ""
             except (UnreachableError, LaunchError) as error:
                 why = _not_restarted(error)
@@ -282,7 +284,7 @@ class Supervisor:
         """Wait until a supervisor in the background has copied the results, so that two processes do not."""
         while (watcher := self.records.watcher(self.record.plan.job_id)) and watcher.in_background:
             show.update()
-            time.sleep(jobs.POLL_S)
+            time.sleep(attempt_monitor.POLL_S)
         show.update()
 
     def _wait_for_start(self, show: notes.Copied) -> bool:
@@ -297,7 +299,7 @@ class Supervisor:
             self.record = self.records.load(self.record.plan.job_id)
             if self.record.outcome:
                 return False
-            if not jobs.is_being_started(self.record, self.records):
+            if not job_monitor.is_being_started(self.record, self.records):
                 is_next = self.record.plan.attempt > before.plan.attempt or before.start_lock
                 if is_next or (polls % _STATE_EVERY == 0 and self._is_alive()):
                     return True
@@ -305,12 +307,12 @@ class Supervisor:
                     if is_supervisor:
                         self.record = self.records.load(self.record.plan.job_id)
                         return not self.record.outcome
-            time.sleep(jobs.POLL_S)
+            time.sleep(attempt_monitor.POLL_S)
 
     def _is_alive(self) -> bool:
         """Return whether an attempt that looked failed runs: the other supervisor may have seen it differently."""
         try:
-            return not failing(jobs.poll(self.record, self.records).view)
+            return not failing(job_monitor.poll(self.record, self.records).view)
         except ClusterError:
             return False
 

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from cluster.errors import ClusterError
 from cluster.spec.model import JobRecord
 from cluster.store import JobStore
-from cluster.supervisor import job_state, jobs, page
+from cluster.supervisor import job_monitor, job_state, job_status, page
 from cluster.supervisor.job_state import JobView
 from cluster.supervisor.report import seconds
 from cluster.transport import inside
@@ -84,7 +84,7 @@ class PolledJob:
         self._job_id, self._store = job_id, store
         self._lock, self._polled_at = threading.Lock(), 0.0
         self.record = store.load(job_id)
-        self._observer: jobs.Observer | None = None  # reads the logs, once a page shows the job
+        self._observer: job_monitor.JobMonitor | None = None  # reads the logs, once a page shows the job
         self.state: str = self.record.outcome or "starting"
         self.view: JobView | None = None
         #: Why the job waits or does not answer, and its state with what was seen of it before.
@@ -118,30 +118,30 @@ class PolledJob:
                 return
             self.reload()
             if self._observer is None:
-                self._observer = jobs.Observer(self._job_id, self._store)
+                self._observer = job_monitor.JobMonitor(self._job_id, self._store)
             observer = self._observer
             try:
                 observer.step()
                 reason = ""
                 if observer.state == "queued":
                     reason = job_state.waits_for(observer.view)
-                if observer.state == jobs.UNREACHABLE:
+                if observer.state == job_status.UNREACHABLE:
                     reason = job_state.silence(observer.view)
                 last = self._store.seen(observer.record)
-                polled = jobs.Polled(observer.record, observer.state, observer.view, reason, last=last)
+                polled = job_status.JobStatus(observer.record, observer.state, observer.view, reason, last=last)
             except ClusterError as error:
-                polled = jobs.unreachable(self.record, self._store, error, self.view)
+                polled = job_status.unreachable(self.record, self._store, error, self.view)
             self._take(polled)
 
-    def take(self, polled: jobs.Polled) -> None:
+    def take(self, polled: job_status.JobStatus) -> None:
         """Take the result of a poll of many jobs."""
         with self._lock:
             self._take(polled)
 
-    def _take(self, polled: jobs.Polled) -> None:
+    def _take(self, polled: job_status.JobStatus) -> None:
         now = time.time()
         self.record, self.state = polled.record, polled.state
-        if polled.state != jobs.UNREACHABLE or self.view is None:
+        if polled.state != job_status.UNREACHABLE or self.view is None:
             self.view = polled.view
         self.problem = "" if polled.record.outcome else polled.why
         self.words, self.since, self.last_state = polled.words(now), polled.since, polled.last_state
@@ -187,12 +187,12 @@ def poll_list(shown: Sequence[PolledJob], store: JobStore) -> None:
             try:
                 job.poll()
             except Exception as error:
-                job.take(jobs.unreachable(job.record, store, error, job.view))
+                job.take(job_status.unreachable(job.record, store, error, job.view))
         elif job.is_due:
             with contextlib.suppress(ClusterError):  # its record was removed a moment ago
                 job.reload()
             due.append(job)
-    for job, polled in zip(due, jobs.poll_all([job.record for job in due], store), strict=True):
+    for job, polled in zip(due, job_monitor.poll_all([job.record for job in due], store), strict=True):
         job.take(polled)
 
 

@@ -58,10 +58,10 @@ def test_a_closed_pipe_leaves_the_job_and_a_supervisor_running(start, clusterctl
         text = f"detached; {job_name} keeps running. To stop it: clusterctl stop {job_name}\n"
         assert both or text in process.stderr.read()
         assert _supervisor(clusterctl, job_name) not in (False, f"pid {process.pid}")
-        follower = start("attach", job_name)
-        follower.stdout.readline()
-        follower.stdout.close()
-        assert follower.wait(60) == 129
+        attached = start("attach", job_name)
+        attached.stdout.readline()
+        attached.stdout.close()
+        assert attached.wait(60) == 129
         assert _supervisor(clusterctl, job_name)
     finally:
         clusterctl.expect(0, "stop", job_name)

@@ -10,7 +10,7 @@ import pytest
 from cluster.backends import BACKENDS
 from cluster.spec.model import Job, JobRecord
 from cluster.store import JobStore
-from cluster.supervisor import jobs
+from cluster.supervisor import job_monitor
 from cluster.web.watch import POLL_S, PolledJob, poll_list
 from tests.unit.node_scripts import started
 
@@ -31,7 +31,7 @@ def test_the_state_of_a_job_is_known_without_its_logs(tmp_path):
         for events in ([], [joining], [joining, ready], [joining, ready, metric]):
             agent = {"phase": "running", "heartbeat": time.time(), "events": {each["event"]: each for each in events}}
             (folder / "node-0.json").write_text(json.dumps(agent) + "\n")
-            _, state, view, *_ = jobs.poll(record, store)
+            _, state, view, *_ = job_monitor.poll(record, store)
             seen.append((state, view.nodes[0].phase, view.ready_count))
         polled = PolledJob("job", store)
         poll_list([polled], store)
@@ -50,10 +50,10 @@ def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
     job, store = Job("job", ("x.py",), 1, 1, str(tmp_path)), JobStore(tmp_path / "state")
     first = JobRecord(BACKENDS["local"].plan(job, attempt=1, port=20000), time.time(), job, start_lock="job")
     store.reserve(first)
-    assert jobs.poll(first, store).state == "failed"  # the process that was starting it is gone
-    observer, polled = jobs.Observer("job", store), PolledJob("job", store)
+    assert job_monitor.poll(first, store).state == "failed"  # the process that was starting it is gone
+    observer, polled = job_monitor.JobMonitor("job", store), PolledJob("job", store)
     with store.watch("job"):
-        _, state, view, *_ = jobs.poll(first, store)
+        _, state, view, *_ = job_monitor.poll(first, store)
         assert (state, [node.phase for node in view.nodes]) == ("starting", ["pending"])
         assert observer.step() == []
         poll_list([polled], store)
@@ -69,7 +69,7 @@ def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
             process.kill()
         observer.step()
         assert (observer.state, observer.has_ended) == ("running", False)  # the supervisor may restart it
-        assert jobs.poll(store.load("job"), store).state == "running"
+        assert job_monitor.poll(store.load("job"), store).state == "running"
         (folder / "node-0.log").write_text("hello\nthe last word\n")
         plan = BACKENDS["local"].plan(job, attempt=2, port=20000)
         store.update(replace(first, plan=plan))

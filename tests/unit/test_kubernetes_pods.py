@@ -12,7 +12,7 @@ from cluster.backends.kubernetes.waiting import PodState
 from cluster.spec.model import Job, JobRecord, Machine, Node, Plan, Queue, nodes_of
 from cluster.spec.node_status import NodeStatus
 from cluster.store import JobStore
-from cluster.supervisor import jobs
+from cluster.supervisor import job_monitor
 from tests.conftest import wait_until
 
 
@@ -81,7 +81,7 @@ def test_the_pods_of_all_jobs_in_a_namespace_are_listed_once(tmp_path, monkeypat
     (tmp_path / "pods.json").write_text(json.dumps({"items": items}))
     for name in ("one", "two", "gone"):
         (tmp_path / name / "attempt-1").mkdir(parents=True)
-    polled = {each.record.plan.job_id: each for each in jobs.poll_all([*store], store)}
+    polled = {each.record.plan.job_id: each for each in job_monitor.poll_all([*store], store)}
     assert sum(" get pods " in f" {call} " for call in calls.read_text().splitlines()) == 1
     states = {"one": "queued", "two": "queued", "gone": "failed", "no-folder": "unreachable"}
     assert {name: each.state for name, each in polled.items()} == states
@@ -94,9 +94,9 @@ def test_a_job_in_a_cluster_that_refuses_the_token_is_unreachable_and_says_why(t
     store, _ = jobs_in(tmp_path, monkeypatch, refuse, "expired")
     (record,) = store
     store.see(record, "running", {"node-0": "ready", "node-1": "ready"})
-    (polled,) = jobs.poll_all([record], store)
+    (polled,) = job_monitor.poll_all([record], store)
     assert (polled.state, polled.last_state) == ("unreachable", "running")
     assert polled.reason == "the cluster does not accept the credentials in the kubeconfig"
     assert polled.words(polled.since + 180) == "unreachable for 3 min 00 s; running before"
-    (polled,) = jobs.poll_all([replace(record, job=replace(record.job, launch_id="f" * 16))], store)
+    (polled,) = job_monitor.poll_all([replace(record, job=replace(record.job, launch_id="f" * 16))], store)
     assert polled.last_state == ""  # an earlier job had this name

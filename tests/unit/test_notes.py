@@ -5,7 +5,7 @@ import pytest
 from cluster.backends import BACKENDS
 from cluster.spec.model import Job
 from cluster.supervisor import notes
-from cluster.supervisor.jobs import Display
+from cluster.supervisor.display import Display
 
 
 class Shown(Display):
