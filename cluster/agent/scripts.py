@@ -22,18 +22,19 @@ def text(*names: str) -> str:
 
 
 def command(name: str, /, *words: str, **values: Value) -> list[str]:
-    """Return the command that runs agent/NAME.sh, after the functions that it may call; see `bash`.
-
-    A name with folders, such as backends/slurm/poll, is relative to the package `cluster`. The functions in
-    environment.sh and common.sh of that folder come before it, too.
-    """
-    functions = ["agent/common.sh", "agent/own_folder.sh"]
+    """Return the command that runs agent/NAME.sh, or a backend's script, such as backends/slurm/poll; see `bash`."""
     folder, _, _ = name.rpartition("/")
-    if folder:
-        files = (f"{folder}/environment.sh", f"{folder}/common.sh")
-        functions += [file for file in files if (_PACKAGE / file).exists()]
-    path = f"{name}.sh" if folder else f"agent/{name}.sh"
-    return ["bash", "-c", variables(**values) + text(*functions, path), name, *words]
+    return command_after(folder or "agent", name if folder else f"agent/{name}", *words, **values)
+
+
+def command_after(folder: str, name: str, /, *words: str, **values: Value) -> list[str]:
+    """Return the command that runs a script after the functions that it may call; see `bash`.
+
+    These are the agent's, and those in environment.sh and common.sh of a backend's folder.
+    """
+    files = ("agent/common.sh", "agent/own_folder.sh", f"{folder}/environment.sh", f"{folder}/common.sh")
+    functions = [file for file in dict.fromkeys(files) if (_PACKAGE / file).exists()]
+    return ["bash", "-c", variables(**values) + text(*functions, f"{name}.sh"), name, *words]
 
 
 def prologue(lines: str, failed: str, own: Sequence[str] = (), log: str = "/dev/null") -> str:

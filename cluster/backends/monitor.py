@@ -1,4 +1,4 @@
-"""The monitor: polls machines, a thread for each, and decides that a node is lost (Slurm: slurm/queue.py)."""
+"""The monitor: polls machines, a thread for each, and decides that a node is lost (batch systems: batch/queued.py)."""
 
 import functools
 import threading

@@ -1,6 +1,7 @@
 """Restart policy: the rules that decide whether a failed job is restarted, and the nodes of its next attempt. Pure.
 
-On Slurm, backends/slurm/job.sh applies the rules with `on_slurm` without a launcher, and Slurm chooses the nodes.
+In a batch system, backends/batch/job.sh applies the rules with `in_batch` without a launcher, and the system chooses
+the nodes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cluster import contract
-from cluster.backends.slurm import queue
+from cluster.backends.batch import queued
 from cluster.errors import ClusterError
 from cluster.spec.model import Job, JobRecord, Machine
 from cluster.supervisor.job_state import JobView, NodeView, Verdict, failing, is_secondary
@@ -57,14 +58,14 @@ class Rule:
     """A rule of the list in docs/how-to/failures.md. The first one that applies decides.
 
     `when` and `then` are the list's text. `why_not` is the reason against a restart, formatted with the job and its
-    last failure; "" restarts the job. `on_slurm` is the end of a node after which a batch script requeues the job.
+    last failure; "" restarts the job. `in_batch` is the end of a node after which a batch script requeues the job.
     """
 
     when: str
     then: str
     applies: Callable[[Ended], bool]
     why_not: str = ""
-    on_slurm: str = ""
+    in_batch: str = ""
 
 
 #: Who decides that a job is restarted, and when: only these rules.
@@ -121,13 +122,13 @@ RULES = (
         "the trainer wrote a checkpoint after a signal (exit code 75)",
         "restart on the same nodes",
         lambda ended: ended.first is not None and ended.first.exit_code == contract.EXIT_RUN_ME_AGAIN,
-        on_slurm=queue.ENDED_WITH_CHECKPOINT,
+        in_batch=queued.ENDED_WITH_CHECKPOINT,
     ),
     Rule(
         "a machine, its engine or the agent on it is gone",
         "restart with a spare, with fewer nodes (`--nodes 2:4`), or when the machine answers again",
         lambda ended: ended.first is not None and ended.first.phase == "lost",
-        on_slurm=queue.ENDED_WITHOUT_CODE,
+        in_batch=queued.ENDED_WITHOUT_CODE,
     ),
     Rule(
         "anything else: a program error, a killed rank or container, a stall",

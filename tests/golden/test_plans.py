@@ -63,6 +63,8 @@ STATIC = (
     "backends/slurm/environment.sh",
     "backends/slurm/job.sh",
     "backends/slurm/node.sh",
+    "backends/batch/job.sh",
+    "backends/batch/node.sh",
     "runtimes/docker.sh",
 )
 

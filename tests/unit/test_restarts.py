@@ -84,14 +84,14 @@ def test_the_docs_have_the_rules():
     table = re.search(r"^\| the attempt ends because .*\n\|-.*\n((?:\|.*\n)+)", text, re.MULTILINE)[1]
     rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines()]
     rows = [(line[2:].rstrip(",.").removesuffix(", or"), "no restart", "") for line in lines.splitlines()] + rows
-    assert rows == [(rule.when, rule.then, "requeued" if rule.on_slurm else "") for rule in restarts.RULES]
+    assert rows == [(rule.when, rule.then, "requeued" if rule.in_batch else "") for rule in restarts.RULES]
 
 
 def test_a_batch_script_requeues_after_the_ends_that_the_rules_name():
     job = replace(JOB, hosts=(), spares=(), queue=Queue(Machine("login", "", login="ann@login", run_dir="/r"), {}))
     (text,) = BACKENDS["slurm"].plan(job, attempt=1, port=0).steps[0].files.values()
     (words,) = re.findall("^requeue_after='(.*)'$", text, re.MULTILINE)
-    assert words.split() == [rule.on_slurm for rule in restarts.RULES if rule.on_slurm]
+    assert words.split() == [rule.in_batch for rule in restarts.RULES if rule.in_batch]
 
 
 def test_every_rule_decides():

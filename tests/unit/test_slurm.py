@@ -12,6 +12,7 @@ import pytest
 from cluster.agent import scripts
 from cluster.backends import BACKENDS
 from cluster.backends import slurm as slurm_backend
+from cluster.backends.batch import queued
 from cluster.backends.slurm import login_node, queue
 from cluster.backends.slurm import options as slurm_options
 from cluster.errors import UsageError
@@ -34,7 +35,8 @@ def line(state, restarts=0, code="0:0", start="N/A", nodes="n[0-1]", reason="Non
 
 
 def seen(text, attempt=1, hosts=("n0", "n1"), own=OWN, error="", plan=PLAN):
-    return queue.statuses(plan, queue.row(text), attempt, hosts, own, error)
+    job = queue.queued_job(text)
+    return queued.statuses(plan, job, attempt, hosts, own, error, scheduler="Slurm", lister="squeue")
 
 
 def test_a_pending_job_has_a_reason_and_an_expected_start():
@@ -94,7 +96,7 @@ def test_a_requeued_attempt_is_lost_and_the_next_one_is_not():
 
 
 def test_a_job_that_slurm_does_not_list_is_lost():
-    assert queue.row("") is None
+    assert queue.queued_job("") is None
     assert {each.detail for each in seen("")} == {"squeue does not list the job"}
 
 
@@ -226,9 +228,14 @@ def test_a_cancelled_job_is_not_restarted():
     assert restarts.refusal(JOB, view, "failed", past) == "it was cancelled with scancel"
 
 
-SUBMIT, ARRAY = "backends/slurm/submit", "backends/slurm/array"
+SUBMIT, ARRAY = "backends/batch/submit", "backends/slurm/array"
 ACCEPTS = ["bash", "-c", "env > seen; echo Submitted batch job 7"]
 REFUSES = ["bash", "-c", "env > seen; echo sbatch: error: Invalid account >&2; exit 1"]
+
+
+def submission(*words, **values):
+    """The command that submits a batch script."""
+    return scripts.command_after("backends/slurm", SUBMIT, *words, **values)
 
 
 @pytest.mark.parametrize(("sbatch", "code"), [(ACCEPTS, 0), (REFUSES, 1)], ids=["accepted", "refused"])
@@ -238,7 +245,7 @@ def test_secrets_are_in_the_environment_of_sbatch_and_in_no_file(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job-0").mkdir()
     command = {
-        "submit": scripts.command(SUBMIT, *sbatch, dir=f"{tmp_path}/attempt-1", folder=str(tmp_path), secrets=2),
+        "submit": submission(*sbatch, dir=f"{tmp_path}/attempt-1", folder=str(tmp_path), path="job.sbatch", secrets=2),
         "array": scripts.command(ARRAY, "job-0", path="array.sbatch", submit=sbatch, secrets=2),
     }[name]
     text = "export TOKEN='hush\nhush'\n" + ("YWdlbnQ=\n" if name == "submit" else "") + "script\n"
@@ -352,7 +359,8 @@ class Site:
 
     def script(self, name, /, *words, variables, text="", **values):
         """Run a script of agent/ as the launcher does."""
-        command, env = scripts.command(name, *words, **values), self.environment(variables)
+        command = scripts.command_after("backends/slurm", name, *words, **values)
+        env = self.environment(variables)
         return subprocess.run(command, env=env, input=text, capture_output=True, text=True, timeout=60, check=False)
 
     def calls(self):
@@ -373,7 +381,7 @@ def site(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words", "values", "text"),
     [
-        ("backends/slurm/submit", ["sbatch", "x"], {"dir": "a", "folder": ".", "secrets": 0}, "\nscript\n"),
+        (SUBMIT, ["sbatch", "x"], {"dir": "a", "folder": ".", "path": "x", "secrets": 0}, "\nscript\n"),
         ("backends/slurm/array", ["."], {"path": "array.sbatch", "secrets": 0, "submit": ["sbatch", "x"]}, "script\n"),
         (
             "backends/slurm/poll",
@@ -473,7 +481,7 @@ def statuses_of(site, old=0):
     done = polled(site, old)
     row, attempt, _, error, *_ = done.stdout.splitlines()
     number, *hosts = attempt.split() or ["0"]
-    found = queue.statuses(PLAN, queue.row(row), int(number), hosts, OWN, error.removeprefix("error: "))
+    found = seen(row, int(number), hosts, error=error.removeprefix("error: "))
     return {(each.phase, each.exit_code, each.detail) for each in found}
 
 
@@ -602,7 +610,7 @@ def test_one_command_and_one_squeue_tell_the_states_of_all_jobs_of_a_login_node(
     values = {"most": 100, "format": queue.FORMAT, "old": 3}
     lines = site.script("backends/slurm/poll", *words, variables={}, **values).stdout.split("\n")
     heads = [lines[12 * job : 12 * job + 4] for job in range(3)]
-    states = [found and (found.number, found.state) for found in (queue.row(head[0]) for head in heads)]
+    states = [found and (found.number, found.state) for found in (queue.queued_job(head[0]) for head in heads)]
     assert states == [("7", "RUNNING"), ("8", "PENDING"), None]
     assert [head[1] for head in heads] == ["1 n0 n1", "", ""]
     assert sum(words.startswith("squeue") for words, *_ in site.calls()) == 1
@@ -627,5 +635,5 @@ def test_an_image_that_pyxis_cannot_import_is_named_by_the_error_of_enroot(site)
     site.squeue = line("FAILED", code="2:0")
     error = polled(site).stdout.splitlines()[3]
     why = f"Pyxis cannot start the container: {said.removeprefix('[ERROR] ')}"
-    assert slurm_backend._error(error) == why
+    assert BACKENDS["slurm"].readable(error) == why
     assert seen(line("FAILED", code="2:0"), error=why)[0].detail == why

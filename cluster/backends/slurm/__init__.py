@@ -1,75 +1,49 @@
 """Backend slurm: batch scripts that submitit renders, submitted on a login node (this machine, or one over SSH).
 
-The cluster needs neither Python nor this project. The batch script (job.sh) selects the master and its port,
-and requeues itself after a checkpoint. A job is known by its number, and before that by the launch ID in its batch
-script, which Slurm keeps with it. Sessions (exec, shell) are job steps of srun.
+The cluster needs neither Python nor this project. What Slurm shares with other batch systems is in backends/batch. A
+job is known by its number, and before that by the launch ID in its batch script, which Slurm keeps with it. Sessions
+(exec, shell) are job steps of srun.
 """
 
 import math
 import re
 import shlex
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from cluster.agent import scripts
-from cluster.backends import monitor, poll_script, preflight, script
-from cluster.backends.awake_clock import AwakeClock
-from cluster.backends.base import Backend, FoundJob, found_on
-from cluster.backends.monitor import NodeMonitor
+from cluster.backends import preflight, script
+from cluster.backends.batch import BatchBackend, Programs, refusals
+from cluster.backends.batch.queued import QueuedJob
 from cluster.backends.slurm import login_node, options, queue
-from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
-from cluster.spec.model import (
-    Device,
-    Inventory,
-    Job,
-    JobRecord,
-    Machine,
-    Node,
-    Plan,
-    Step,
-    nodes_of,
-    this_machine,
-)
-from cluster.spec.node_status import NodeStatus, NodeStatuses
-from cluster.transport import parallel, reach, ssh_to
-from cluster.transport.waits import waiting
+from cluster.errors import UnreachableError, UsageError
+from cluster.spec.model import Device, Job, JobRecord, Machine, Node, Plan, Step
+from cluster.transport import reach, ssh_to
 
 #: The maximum age of a cached squeue output. One call per interval serves all jobs of a user.
 INTERVAL_S = 3
-#: Time for Slurm to requeue a job.
-_REQUEUE_S = 120.0
-_END = "END_OF_NODE_SCRIPT"
+_ENVIRONMENT = "backends/slurm/environment.sh"
 #: Runs srun without its message about the exit code of the command, which srun prints despite --quiet.
 _QUIET_STEP = """clear_slurm
 "$0" "$@" 2> >(exec sed -u '/^srun: error: .*: task 0: Exited with exit code/d' >&2)
 code=$?; wait $!; exit $code"""
 
 
-class SlurmBackend(Backend):
-    """One batch script per job, with one task on each node."""
+class SlurmBackend(BatchBackend):
+    """One job of Slurm per job, with one task on each node."""
 
-    name, machines = "slurm", "assigned"
-    has_login_node = requeues = True
-    supports = frozenset({"--image", "--mount", "--set", "--array", "image push", "sync"})
-    supports |= {"--partition", "--account", "--qos", "--time", "--prologue", "--run-option"}
+    name, title = "slurm", "Slurm"
+    programs = Programs("sbatch", "squeue", "scancel", own_jobs="squeue --me", ping="scontrol ping")
+    script_name = "job.sbatch"
+    job_scripts = (_ENVIRONMENT, "backends/slurm/job.sh")
+    node_script = "backends/slurm/node.sh"
+    poll_values: ClassVar[Mapping[str, str | int]] = {"old": INTERVAL_S, "format": queue.FORMAT}
+    supports = BatchBackend.supports | {"--array", "--partition", "--account", "--qos"}
     flags = frozenset(options.FLAGS)
-    refusals: ClassVar[Mapping[str, str]] = {
-        "unequal nodes": "Slurm chooses the machines, so all nodes get the same number",
-        "--wait": "Slurm queues the job anyway",
-        "--push": "the nodes of a Slurm cluster share one file, which this command makes: clusterctl image sif",
-    }
+    refusals: ClassVar[Mapping[str, str]] = refusals(title)
     section = "cluster.backends.slurm.section:Section"
-    default_runtime = "apptainer"
     doctor = "cluster.backends.slurm.doctor"
-
-    def __init__(self) -> None:
-        self._monitor = NodeMonitor(self._poll, self._poll_all, silent_is_lost=False)
-
-    def login_node(self, image: str) -> Machine:
-        """Return this machine."""
-        return this_machine(runtime=self.default_runtime if image else "none")
 
     def settings(self, listed: Mapping[str, str], given: Mapping[str, str]) -> Mapping[str, str]:
         """Return the options of sbatch. Raise UsageError for an invalid one."""
@@ -82,31 +56,31 @@ class SlurmBackend(Backend):
         more = "cpus-per-gpu=8" if device == "cuda" else f"cpus-per-task={2 * procs_per_node}"
         return [f"CPU cores: the partition's default, often one per node (more: --set {more})"]
 
-    def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
-        """Return a plan with one step: the batch script, and the command that submits it. Slurm assigns the hosts."""
-        assert job.queue is not None
-        login = job.queue.login
-        nodes = nodes_of(job, login)
-        made = Plan(job, attempt, self.name, nodes, "", job.port)
-        run_dir, folder = made.dir_on(login), script.attempt_dir(made, login)
-        path, end = f"{folder}/job.sbatch", _END
-        node = script.render_in_batch(job, made, login, scripts.text("backends/slurm/node.sh"))
-        while end in node:
-            end += "_"
-        setup = [
-            f"# The job {job.name} on {job.nodes} nodes. `sbatch job.sbatch` runs it, with agent.pyz in its folder.",
-            scripts.exports(script.identity(job, self.name)),
-            # the variables of job.sh
-            scripts.variables(run=run_dir, nodes=job.nodes, port=job.port)
-            + scripts.variables(max_restarts=max(0, job.max_restarts - attempt + 1), first_attempt=attempt)
-            + scripts.variables(requeue_after=f"{queue.ENDED_WITH_CHECKPOINT} {queue.ENDED_WITHOUT_CODE}")
-            + f"options=({' '.join(options.variables(options.job_options(job)))})",
-            f"node=$(cat <<'{end}'\n{node}{end}\n)",
-        ]
-        body = scripts.text("backends/slurm/environment.sh", "backends/slurm/job.sh")
-        text = _render(job, body, output=f"{run_dir}/slurm.log", setup=setup)
-        needs = script.needs(job, login)
-        return replace(made, steps=(Step(login.name, {path: text}, ("sbatch", path), needs, f"{folder}/agent.pyz"),))
+    def job_variables(self, job: Job) -> str:
+        """Return the line with the variables in which srun finds the job's options."""
+        return f"options=({' '.join(options.variables(options.job_options(job)))})"
+
+    def render(self, job: Job, body: str, *, output: str, setup: Sequence[str]) -> str:
+        """Return the batch script, as submitit renders it."""
+        return _render(job, body, output=output, setup=setup)
+
+    def queued_job(self, line: str) -> QueuedJob | None:
+        """Parse a line of squeue."""
+        return queue.queued_job(line)
+
+    def hurry(self, login: Machine, job: QueuedJob) -> None:
+        """Let a requeued job start in three seconds: Slurm delays it by two minutes, and a site may refuse the change.
+
+        A start within a second after the requeue fails: slurmd has revoked the job's credential.
+        """
+        if job.state == "PENDING":
+            begin = ["scontrol", "update", f"JobId={job.number}", "StartTime=now+3"]
+            reach(login).run([*_shell('clear_slurm; exec "$0" "$@"'), *begin], timeout_s=30)
+
+    def readable(self, error: str) -> str:
+        """Return the error in a line of the batch script, srun or Pyxis."""
+        pyxis = re.match(r"\S+ error: pyxis: +(?:\[ERROR\] )?(.*)", error)
+        return f"Pyxis cannot start the container: {pyxis[1]}" if pyxis else super().readable(error)
 
     def check(self, job: Job, plan: Plan) -> None:
         """Run the preflight check on the login node. Raises UsageError for what is missing, or NameTakenError."""
@@ -131,33 +105,6 @@ class SlurmBackend(Backend):
         if done.code:
             raise UnreachableError(f"{login.name}: {done.last_line}")
         return options.inherited(job, done.by_word.get("inherited", ()), login.name)[1]
-
-    def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
-        """Submit the script. Raises LaunchError with sbatch's message."""
-        self._send(plan, secrets, plan.steps[0].argv)
-
-    def _send(self, plan: Plan, secrets: Mapping[str, str], argv: Sequence[str]) -> None:
-        """Write a job's files to the cluster, and run the command that submits it."""
-        login = plan.nodes[0].machine
-        lines, text = script.payload(plan, plan.steps[0], secrets)
-        folders = {"dir": script.attempt_dir(plan, login), "folder": plan.dir_on(login)}
-        self._run(login, text, scripts.command("backends/slurm/submit", *argv, secrets=lines, **folders))
-
-    def _run(self, login: Machine, text: str, command: Sequence[str]) -> None:
-        """Run a script that submits `text`. Raises LaunchError with sbatch's message if it fails."""
-        # In a thread: Ctrl-C waits for the submission, which would escape the scancel after it.
-        done = parallel.all_of([login], lambda node: reach(node).run(command, stdin=text))[login.name]
-        if done.code:
-            lines = [
-                re.sub(r"^sbatch: (error: |fatal: )?", "", line)
-                for line in done.err.splitlines()
-                if "--help" not in line
-            ]
-            why = f"{'the login node' if login.is_listed else login.name}: sbatch: {'; '.join(lines) or done.last_line}"
-            hint = "to see the batch script, run the same command with plan instead of launch"
-            if "unrecognized option" in why:
-                hint = "correct it in --set or in the section slurm of cluster.yaml; `man sbatch` lists all options"
-            raise LaunchError(why, hint)
 
     def array(self, job: Job, plans: Sequence[Plan], at_once: int) -> Step:
         """Return the script of an array of `plans`, at most `at_once` at a time; `job` is any of its similar jobs."""
@@ -186,161 +133,31 @@ class SlurmBackend(Backend):
         """Submit the jobs with the script of `array`. Raises LaunchError with sbatch's message."""
         login = plans[0].nodes[0].machine
         for plan in plans:
-            self._send(replace(plan, job=replace(plan.job, secrets=())), {}, ["true"])
+            self.send_script(replace(plan, job=replace(plan.job, secrets=())), {}, ["true"])
         ((path, text),) = step.files.items()
         lines, exported = script.secret_exports(plans[0], secrets)
         folders = [plan.dir_on(login) for plan in plans]
         command = scripts.command("backends/slurm/array", *folders, path=path, secrets=lines, submit=step.argv)
-        self._run(login, exported + text, command)
-
-    def observe(self, plan: Plan) -> Sequence[NodeStatus]:
-        """Return statuses from the nodes' exit-code files, or else from squeue. Copy logs from a remote cluster."""
-        return self._monitor.statuses(plan)
-
-    def observe_all(self, plans: Sequence[Plan]) -> list[Sequence[NodeStatus] | ClusterError]:
-        """Run one command on each login node, which asks squeue once."""
-        return [*self._monitor.statuses_of(plans)]
-
-    def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
-        """Cancel the job with scancel, and wait until it ends. Raises ClusterError if it is still in the queue."""
-        login = plan.nodes[0].machine
-        # The batch script needs some seconds to forward the signal.
-        grace = max(3, math.ceil(grace_s)) if grace_s else 0
-        launched = {"job": plan.job_id, "launch": plan.job.launch_id}
-        command = scripts.command("backends/slurm/cancel", grace=grace, folder=plan.dir_on(login), **launched)
-        with waiting(f"Slurm to end {plan.job_id}", grace_s + 120):
-            done = reach(login).run(command, timeout_s=grace_s + 120)
-        if done.code:
-            raise UnreachableError(f"scancel: {done.last_line}", f"clusterctl stop {plan.job_id}")
-        if done.out.strip():
-            left = ", ".join(done.out.splitlines())
-            raise ClusterError(f"{left} of {plan.job_id} is still in the queue after scancel", "squeue --me")
-
-    def jobs_on(self, inventory: Inventory, supervised: Collection[str]) -> dict[str, list[FoundJob] | ClusterError]:
-        """Return what its jobs have on the login node. They run while the queue has them, as it may restart them."""
-        (login,) = inventory.machines
-
-        def look(machine: Machine) -> list[FoundJob]:
-            found = found_on(machine, self.name, self.engines)
-            pairs = {each.launch_id: each.job for each in found}
-            words = [word for pair in pairs.items() for word in pair]
-            done = reach(machine).run(scripts.command("backends/slurm/queued", *words), timeout_s=60)
-            if done.code:
-                raise UnreachableError(f"{machine.name}: squeue: {done.last_line}", "scontrol ping")
-            running = {*done.out.split(), *supervised}
-            return [replace(each, runs=each.launch_id in running) for each in found]
-
-        return parallel.each([login], look)
-
-    def remove(self, inventory: Inventory, found: FoundJob) -> None:
-        """Cancel the job, and remove what it has on the login node. Raises ClusterError."""
-        (login,) = inventory.machines
-        launched = {"job": found.job, "launch": found.launch_id}
-        done = reach(login).run(scripts.command("backends/slurm/cancel", grace=0, folder="", **launched), timeout_s=120)
-        if done.code or done.out.strip():
-            raise ClusterError(f"{login.name}: {found.job} is still in the queue: {done.out.strip() or done.last_line}")
-        super().remove(inventory, found)
+        self.run_submission(login, exported + text, command)
 
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
         """Return a job step on the node's host that enters its container, on the login node."""
         plan, login = record.plan, record.plan.nodes[0].machine
-        found, attempt, hosts, *_ = self._query(plan, login)
+        answer = self.ask(plan)
+        job = answer.job
         rank = [each.name for each in plan.nodes].index(node.name)
         # squeue's answer may be some seconds old: a job whose nodes are known may be PENDING in it
-        if found is None or not found.is_active or rank >= len(hosts):
-            raise UsageError(f"{plan.job_id} is not running: {found.state if found else 'it has left the queue'}")
-        step = [*_shell(_QUIET_STEP), "srun", f"--jobid={found.number}", "--overlap", *(["--pty"] if tty else [])]
-        step += ["--nodes=1", "--ntasks=1", f"--nodelist={hosts[rank]}"]
-        now = replace(plan, attempt=attempt)
+        if job is None or not job.is_active or rank >= len(answer.hosts):
+            raise UsageError(f"{plan.job_id} is not running: {job.state if job else 'it has left the queue'}")
+        step = [*_shell(_QUIET_STEP), "srun", f"--jobid={job.number}", "--overlap", *(["--pty"] if tty else [])]
+        step += ["--nodes=1", "--ntasks=1", f"--nodelist={answer.hosts[rank]}"]
+        now = replace(plan, attempt=answer.attempt)
         return ssh_to(login).command([*step, *script.exec_command(record.job, now, node, argv, tty=tty)], tty=tty)
-
-    def requeued(self, plan: Plan) -> Plan | None:
-        """Return the next attempt if Slurm has requeued the job, else None. Raises ClusterError if it was cancelled."""
-        with waiting(f"Slurm to requeue {plan.job_id}", _REQUEUE_S):
-            return self._requeued(plan)
-
-    def _requeued(self, plan: Plan) -> Plan | None:
-        clock = AwakeClock()
-        until = clock() + _REQUEUE_S
-        while clock() < until:
-            try:
-                found, attempt, *_ = self._query(plan, plan.nodes[0].machine)
-                if found is not None and found.state == "PENDING":
-                    # Slurm delays a requeued job by two minutes. A site may refuse an earlier start. A start within a
-                    # second after the requeue fails: slurmd has revoked the job's credential.
-                    begin = ["scontrol", "update", f"JobId={found.number}", "StartTime=now+3"]
-                    reach(plan.nodes[0].machine).run([*_shell('clear_slurm; exec "$0" "$@"'), *begin], timeout_s=30)
-            except UnreachableError:  # an error now would cancel the requeued job
-                if clock() + 1 > until:
-                    raise
-                time.sleep(1)
-                continue
-            if attempt > plan.attempt or (found is not None and queue.is_pending(found)):
-                return replace(plan, attempt=max(attempt, plan.attempt + 1))
-            if found is not None and found.state == "CANCELLED":
-                raise ClusterError(queue.CANCELLED)
-            if found is None or not found.is_active:
-                return None
-            time.sleep(1)
-        return None
-
-    def newest(self, plan: Plan) -> Plan | None:
-        """Return the plan of the attempt that Slurm runs, has in its queue or ran last. None: that is not known yet."""
-        found, attempt, *_ = self._query(plan, plan.nodes[0].machine)
-        if queue.is_requeued(plan, found, attempt):
-            return replace(plan, attempt=max(attempt, plan.attempt + 1))
-        return None if found is not None and found.is_active else plan
-
-    def _query(self, plan: Plan, login: Machine) -> "_Answer":
-        """Return the job, its attempt, the hosts, the batch script's error, and the nodes' own statuses."""
-        return _answer(poll_script.poll(plan, login, _POLL))
-
-    def _poll(self, plan: Plan, login: Machine) -> NodeStatuses:
-        return _statuses(plan, self._query(plan, login))
-
-    def _poll_all(self, plans: Sequence[Plan], login: Machine) -> list[NodeStatuses | ClusterError]:
-        made: list[NodeStatuses | ClusterError] = []
-        for plan, polled in zip(plans, poll_script.poll_all(plans, login, _POLL), strict=True):
-            try:
-                made.append(_statuses(plan, _answer(polled)))
-            except Exception as error:  # one job hides no other
-                made.append(monitor.in_words(error))
-        return made
-
-
-def _words(plan: Plan, login: Machine) -> list[str]:
-    return [plan.job_id, plan.dir_on(login), str(len(plan.nodes_on(login)))]
-
-
-_POLL = poll_script.Script("backends/slurm/poll", 4, _words, {"old": INTERVAL_S, "format": queue.FORMAT})
-#: The job in squeue, its attempt, the hosts, the batch script's error, and the nodes' own statuses.
-_Answer = tuple[queue.Row | None, int, Sequence[str], str, NodeStatuses]
-
-
-def _answer(polled: poll_script.Answer) -> _Answer:
-    """Parse what poll.sh prints of a job. Raises UnreachableError if Slurm does not answer."""
-    (line, running, refused, error), own = polled
-    if refused and not line:
-        raise UnreachableError(f"Slurm does not answer: {refused}", "scontrol ping")
-    attempt, *hosts = running.split() or ["0"]
-    return queue.row(line), int(attempt) if attempt.isdigit() else 0, hosts, _error(error), own
-
-
-def _error(line: str) -> str:
-    """Return the error in a line of the batch script, srun or Pyxis."""
-    pyxis = re.match(r"\S+ error: pyxis: +(?:\[ERROR\] )?(.*)", line)
-    return f"Pyxis cannot start the container: {pyxis[1]}" if pyxis else line.removeprefix("error: ")
-
-
-def _statuses(plan: Plan, answer: _Answer) -> NodeStatuses:
-    found, attempt, hosts, error, own = answer
-    statuses = queue.statuses(plan, found, attempt, hosts, [own[node.name] for node in plan.nodes], error)
-    return {status.node: status for status in statuses}
 
 
 def _shell(text: str) -> list[str]:
-    """Return the beginning of a command that runs a script with the functions of backends/slurm/environment.sh."""
-    return ["bash", "-c", scripts.text("backends/slurm/environment.sh") + text]
+    """Return the beginning of a command that runs a script with the functions of environment.sh."""
+    return ["bash", "-c", scripts.text(_ENVIRONMENT) + text]
 
 
 def _render(job: Job, command: str, *, output: str, setup: Sequence[str], **array: int) -> str:

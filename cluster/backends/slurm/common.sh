@@ -20,3 +20,15 @@ queued() {
     numbers=$(timeout 20 squeue --noheader --user "$(id -un)" --name "$2,${2%-*}" --Format JobID:16) || return 1
     sort -u <<< "$numbers" | while read -r number; do ! has_launch "$1" "$number" < /dev/null || echo "$number"; done
 }
+
+# The functions of batch/submit.sh.
+clear_inherited() { clear_slurm; }
+# Discards the cached output of squeue, which does not have a new job of the folder $1.
+forget_queue() {
+    local own
+    own=$(own_folder "${1%/*}/.cache" "$(id -u)" "$1/submitted") || return 0
+    exec 9>> "$own/squeue.lock"
+    flock -w 20 9
+    rm -f -- "$own/squeue"
+    exec 9>&-
+}
