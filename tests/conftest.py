@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.spec.defaults import auto_port
+from cluster.spec.port import auto_port
 
 # OpenMP's threads spin while they wait, and would take the core of another test process. torch reads this once, when it
 # is imported, which is at the collection of any test that imports it.

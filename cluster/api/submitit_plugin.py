@@ -18,8 +18,8 @@ from submitit.core.job_environment import JobEnvironment
 from cluster import api, contract
 from cluster.backends import BACKENDS
 from cluster.errors import ClusterError
-from cluster.spec import defaults
 from cluster.spec.request import Request
+from cluster.spec.resolver import DEFAULT_RESTARTS
 from cluster.store import JobStore
 from cluster.supervisor import job_end, job_monitor, launcher
 
@@ -128,7 +128,7 @@ class ClusterctlExecutor(core.Executor):
             command = shlex.join(["--no-python", *map(str, (*function.command, *delayed.args))])
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
-            delayed.set_timeout(int(self.parameters.get("timeout_min") or 5), defaults.DEFAULT_RESTARTS)
+            delayed.set_timeout(int(self.parameters.get("timeout_min") or 5), DEFAULT_RESTARTS)
             delayed.dump(utils.JobPaths(self.folder, job_id=name).submitted_pickle)
             if BACKENDS[launcher.choose_backend(backend, machines)[0]].in_containers is not False:
                 mounts.append(f"{self.folder}:{self.folder}:rw")

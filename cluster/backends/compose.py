@@ -23,20 +23,20 @@ from cluster.backends.base import Backend, FoundJob
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.runtimes import DOCKER, engine_options
 from cluster.spec import node_status
-from cluster.spec.defaults import how_to_get
+from cluster.spec.image import how_to_get
 from cluster.spec.model import (
     CACHE,
     SETUP,
     Inventory,
     Job,
     JobRecord,
-    Mount,
     Node,
     Plan,
     Step,
     nodes_of,
     this_machine,
 )
+from cluster.spec.mount import Mount
 from cluster.spec.node_status import NodeStatus
 from cluster.spec.status import MOST_STATUS, parse
 from cluster.spec.traits import NO_NODE_SHELL

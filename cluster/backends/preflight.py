@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from cluster.agent import scripts
 from cluster.errors import ClusterError, GpusHeldError, LaunchError, NameTakenError, PortTakenError, UsageError
 from cluster.runtimes import ARCHITECTURES, DOCKER, NEWER_DRIVER, RUNTIMES, driver_problem, short_id
-from cluster.spec.defaults import DEFAULT_IMAGE, how_to_get, listed_gpus
+from cluster.spec.image import DEFAULT_IMAGE, how_to_get
 from cluster.spec.model import Gpu, Machine, Plan
+from cluster.transport.nvidia_smi import listed_gpus
 
 #: The exit code of agent/start.sh and agent/compose_up.sh if another job holds a GPU.
 GPUS_HELD = 74

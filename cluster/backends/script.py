@@ -6,7 +6,9 @@ from dataclasses import replace
 from cluster import contract
 from cluster.agent import scripts
 from cluster.runtimes import RUNTIMES
-from cluster.spec.model import CACHE, SETUP, WORKDIR, Gpu, Job, Machine, Mount, Node, Plan, Step, and_list
+from cluster.spec.counts import and_list
+from cluster.spec.model import CACHE, SETUP, WORKDIR, Gpu, Job, Machine, Node, Plan, Step
+from cluster.spec.mount import Mount
 
 #: Variables that the node's environment may set; containers that get variables by name need them, too.
 _SET_ON_NODE = (contract.UMASK, "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -43,7 +43,7 @@ class ImageOptions(NodeOptions):
 
     def chosen(self) -> tuple[list[Machine], str]:
         """Return the chosen nodes and image."""
-        from cluster.spec.defaults import DEFAULT_IMAGE
+        from cluster.spec.image import DEFAULT_IMAGE
 
         found = self.need(complete=False)
         BACKENDS[found.backend].refuse("image push", BACKENDS)
@@ -126,7 +126,7 @@ def sif(
     The login node converts it, which takes minutes and, for a while, three times the image's disk space next to TARGET.
     """
     from cluster.images import apptainer as sif_file
-    from cluster.spec.defaults import DEFAULT_IMAGE
+    from cluster.spec.image import DEFAULT_IMAGE
 
     found = NodeOptions(inventory).need()
     login = found.machines[0]

@@ -116,7 +116,7 @@ def stop(
 
     You can run it again at any time. Ctrl-C kills what is still running.
     """
-    from cluster.spec.defaults import seconds
+    from cluster.spec.duration import seconds
 
     records, out = JobStore(), console()
     if every == bool(names):

@@ -57,7 +57,7 @@ def launch(
     the pipe was closed (the job continues), 130 interrupted.
     """
     from cluster.cli.sync import progress
-    from cluster.spec.defaults import seconds
+    from cluster.spec.duration import seconds
     from cluster.store import JobStore
     from cluster.supervisor import gpu_queue, launcher
 
@@ -238,8 +238,8 @@ def plan(
 
 def job_text(request: Request, backend: str, inventory: options.NodeOptions, env_file: str) -> str:
     """Return the job file of these options, with absolute paths, so that it works from every folder."""
-    from cluster.spec.defaults import absolute_paths
     from cluster.spec.job_text import write
+    from cluster.spec.resolver import absolute_paths
     from cluster.spec.traits import on_this_machine
     from cluster.supervisor import launcher
 

@@ -139,7 +139,7 @@ class ArrayOptions:
 
         Raises UsageError with the number of a bad line, or for a backend without job arrays.
         """
-        from cluster.spec.defaults import split
+        from cluster.spec.shell_words import split
         from cluster.supervisor import launcher
 
         base, chosen, notes = launcher.resolve(request, machines)

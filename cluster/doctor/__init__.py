@@ -25,8 +25,9 @@ from cluster.doctor.findings import (
 )
 from cluster.errors import ClusterError, UnreachableError, UsageError, near_or_all
 from cluster.runtimes import DOCKER
-from cluster.spec.defaults import DEFAULT_IMAGE, auto_port
+from cluster.spec.image import DEFAULT_IMAGE
 from cluster.spec.model import Inventory, Job, Machine, Queue
+from cluster.spec.port import auto_port
 from cluster.transport import LocalShell, reach
 from cluster.transport.parallel import each
 

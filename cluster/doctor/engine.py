@@ -6,9 +6,9 @@ from cluster.agent import scripts
 from cluster.doctor.findings import Facts, NodeFacts, Verdict, typed_on, usual
 from cluster.doctor.machine import is_wsl
 from cluster.runtimes import ARCHITECTURES, DOCKER, ENGINES, NEWER_DRIVER, RUNTIMES, driver_problem, short_id
-from cluster.spec import defaults
-from cluster.spec.defaults import how_to_get
+from cluster.spec.image import how_to_get
 from cluster.spec.model import Gpu, Machine
+from cluster.transport import nvidia_smi
 
 
 def probe_values(node: Machine, image: str) -> dict[str, scripts.Value]:
@@ -157,9 +157,9 @@ def gpu_rows(facts: Facts) -> list[list[str]]:
     return [row for row in cut if len(row) == 5 and row[0].isdigit()]
 
 
-def listed_gpus(facts: Facts) -> dict[Gpu, defaults.ListedGpu]:
+def listed_gpus(facts: Facts) -> dict[Gpu, nvidia_smi.ListedGpu]:
     """Return the GPUs and MIG slices of a node."""
-    return defaults.listed_gpus("\n".join(facts.every("listed")))
+    return nvidia_smi.listed_gpus("\n".join(facts.every("listed")))
 
 
 def _used_rows(node: Machine, facts: Facts) -> list[list[str]]:

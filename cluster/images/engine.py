@@ -10,7 +10,7 @@ from pathlib import Path
 from cluster.agent import scripts
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.runtimes import ARCHITECTURES, DOCKER, ENGINES, RUNTIMES
-from cluster.spec.defaults import how_to_get
+from cluster.spec.image import how_to_get
 from cluster.spec.model import Machine, this_machine
 from cluster.transport import reach
 from cluster.transport.process import started

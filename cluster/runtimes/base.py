@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cluster.spec.model import Gpu, Job, Mount, Node
+    from cluster.spec.model import Gpu, Job, Node
+    from cluster.spec.mount import Mount
 
 
 class Runtime(ABC):

@@ -12,7 +12,8 @@ from cluster.runtimes import engine_options
 from cluster.runtimes.base import Runtime
 
 if TYPE_CHECKING:
-    from cluster.spec.model import Gpu, Job, Mount, Node
+    from cluster.spec.model import Gpu, Job, Node
+    from cluster.spec.mount import Mount
 
 #: A new line in a Go template.
 _NEW_LINE = '{{"\\n"}}'

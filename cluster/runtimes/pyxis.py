@@ -9,7 +9,8 @@ from cluster.agent import scripts
 from cluster.runtimes.base import Runtime
 
 if TYPE_CHECKING:
-    from cluster.spec.model import Job, Mount, Node
+    from cluster.spec.model import Job, Node
+    from cluster.spec.mount import Mount
 
 
 class PyxisRuntime(Runtime):

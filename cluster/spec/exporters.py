@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from cluster.errors import UsageError
-from cluster.spec import defaults
-from cluster.spec.defaults import Here
+from cluster.spec import resolver
+from cluster.spec.counts import node_range
+from cluster.spec.here import Here
+from cluster.spec.image import DEFAULT_IMAGE
 from cluster.spec.job_text import yaml_text
 from cluster.spec.model import Job
 from cluster.spec.request import Request
@@ -90,7 +92,7 @@ def export(request: Request, here: Here, to: str) -> str:
     if to not in FORMATS:
         raise UsageError(f"--export {to}: unknown", f"use one of: {', '.join(FORMATS)}")
     job, notes = _job(request, here)
-    if job.image == defaults.DEFAULT_IMAGE:
+    if job.image == DEFAULT_IMAGE:
         hint = f"push it to a registry with docker push, and name it there: --image REGISTRY/{job.image}"
         raise UsageError(f"{job.image}: a rented machine cannot pull this container image", hint)
     if job.secrets:
@@ -108,7 +110,7 @@ def export(request: Request, here: Here, to: str) -> str:
 
 def _job(request: Request, here: Here) -> tuple[Job, list[str]]:
     """Return the job without what a rented machine has no use for, and a sentence for each option left out."""
-    fewest, most = defaults.node_range(request.nodes, 1)
+    fewest, most = node_range(request.nodes, 1)
     bare = Request()
     of_clusterctl = {
         "--spares": request.spares,
@@ -143,7 +145,7 @@ def _job(request: Request, here: Here) -> tuple[Job, list[str]]:
         python="",
         run_root="",
     )
-    job, _ = defaults.job(reduced, here, _Rented(), {})
+    job, _ = resolver.job(reduced, here, _Rented(), {})
     return job, notes
 
 

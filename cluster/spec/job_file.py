@@ -15,10 +15,12 @@ from pydantic import (
 
 from cluster.errors import UsageError
 from cluster.spec import schema
-from cluster.spec.defaults import gpus_per_node, node_range, seconds, split
+from cluster.spec.counts import gpus_per_node, node_range
+from cluster.spec.duration import seconds
 from cluster.spec.job_text import PARAMETERS
 from cluster.spec.request import Request
 from cluster.spec.schema import Environment, EnvName, Keys, MountText, Text
+from cluster.spec.shell_words import split
 from cluster.spec.traits import Table
 
 #: The endings of a job file's name.

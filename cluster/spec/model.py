@@ -9,39 +9,24 @@ from typing import Any, Literal
 from cluster import contract
 from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
+from cluster.spec.counts import Procs
+from cluster.spec.environment import PASS_ENV
+from cluster.spec.mount import Mount
 
 Device = Literal["cpu", "cuda", "any"]
 #: The index of a GPU in the order of nvidia-smi, or the UUID of a MIG slice, which jobs use and lock like a GPU.
 Gpu = int | str
-#: The number of processes of every node, or of each node in order; "all": as many as the node's machine has GPUs.
-Procs = int | tuple[int, ...] | Literal["all"]
 
 #: The launch ID of a plan that has not been launched: `clusterctl plan` prints it, so that equal jobs have equal plans.
 NOT_LAUNCHED = "0" * 16
 #: The pattern of a job's name, which container, network and folder names contain.
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
-#: Of more nodes than this, not every number of processes is shown.
-_MOST_LISTED = 8
 #: The folder of the working directory's copy in a job's run directory.
 WORKDIR = "workdir"
 #: The folder of the virtual environments of `--setup`, next to the jobs' run directories.
 SETUP = ".setup"
 #: The folder of the programs' caches, also next to the run directories: it outlives the jobs and their containers.
 CACHE = ".cache"
-
-
-@dataclass(frozen=True)
-class Mount:
-    """A bind mount; `synced`: the source is a folder of this machine that `clusterctl sync` copies to the nodes."""
-
-    source: str
-    target: str
-    read_only: bool = True
-    synced: bool = False
-
-
-#: Patterns of the variables of NCCL, libfabric, UCX and Open MPI, by which a site configures its network.
-PASS_ENV = ("NCCL_*", "FI_*", "UCX_*", "OMPI_*")
 
 
 @dataclass(frozen=True)
@@ -382,11 +367,3 @@ class JobRecord:
 def nodes_of(job: Job, machine: Machine) -> tuple[Node, ...]:
     """Return the nodes of a job on one machine: `node-0`, `node-1`, ..., each with its part of the job's GPUs."""
     return tuple(Node(f"node-{rank}", machine, gpus) for rank, gpus in enumerate(job.gpus_of_nodes))
-
-
-def and_list(numbers: Sequence[int]) -> str:
-    """Format numbers: `2 and 1`, `4, 4 and 2`. Of many, only the sum and the range."""
-    *first, last = map(str, numbers)
-    if len(first) >= _MOST_LISTED:
-        return f"{min(numbers)} to {max(numbers)} (together {sum(numbers)})"
-    return f"{', '.join(first)} and {last}" if first else last

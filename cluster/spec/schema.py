@@ -24,10 +24,9 @@ from pydantic import (
 
 from cluster.errors import UsageError, near_or_all
 from cluster.runtimes import ENGINES, RUNTIMES
-from cluster.spec import inventory
-from cluster.spec.defaults import ENV_NAME, mount
+from cluster.spec import environment, inventory, mount
 from cluster.spec.job_text import yaml_text
-from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Machine
+from cluster.spec.model import Device, Gpu, Inventory, Machine
 from cluster.spec.traits import Table, Traits
 
 _Key = tuple[str | int, ...]
@@ -40,7 +39,7 @@ _EXPECTED = {
     _ABSOLUTE: "an absolute path, or one below ~/, for example /data/runs",
     _USER: "a user name without '@', ':' and '/'",
     _PATTERN: "the name of a variable, or the beginning of one and *, for example NCCL_*",
-    ENV_NAME: "the name of a variable: letters, digits and '_'",
+    environment.NAME: "the name of a variable: letters, digits and '_'",
     inventory.NAME: "a node's name: letters, digits, '.', '_' and '-', 100 at most, a letter or digit first",
 }
 #: The tags of nodes without an explicit tag.
@@ -135,9 +134,9 @@ Name = Annotated[str, StringConstraints(pattern=inventory.NAME)]
 Text = Annotated[
     str, BeforeValidator(lambda value: "" if value is None else value, json_schema_input_type=str | float | bool | None)
 ]
-EnvName = Annotated[str, StringConstraints(pattern=ENV_NAME)]
+EnvName = Annotated[str, StringConstraints(pattern=environment.NAME)]
 Environment = dict[EnvName, Text]
-MountText = Annotated[str, AfterValidator(lambda text: mount(text, "/") and text)]
+MountText = Annotated[str, AfterValidator(lambda text: mount.parse(text, "/") and text)]
 if TYPE_CHECKING:
     RuntimeName = str
 else:
@@ -210,7 +209,7 @@ class File(Keys):
         default={}, description="Environment variables of every job. No secrets: use `--env NAME`."
     )
     pass_env: list[Annotated[str, StringConstraints(pattern=_PATTERN)]] = Field(
-        default=list(PASS_ENV), description="Variables of a machine that its containers get, too."
+        default=list(environment.PASS_ENV), description="Variables of a machine that its containers get, too."
     )
     prologue: str = Field(
         default="",
@@ -393,7 +392,7 @@ def read(text: str, path: str, table: Table, cwd: str = "/") -> Inventory:
         env=file.env,
         pass_env=tuple(file.pass_env),
         prologue=file.prologue,
-        mounts=tuple(mount(text, folder) for text in file.mounts),
+        mounts=tuple(mount.parse(text, folder) for text in file.mounts),
         path=path,
     )
     _refuse_addresses(made.machines, source)

@@ -30,13 +30,14 @@ from cluster.errors import (
     near_or_all,
     with_hint,
 )
-from cluster.spec import defaults
-from cluster.spec.defaults import Here
+from cluster.spec import job_name, resolver
+from cluster.spec.here import Here
 from cluster.spec.model import Gpu, Inventory, Job, JobRecord, Machine, Plan, Step
+from cluster.spec.port import auto_port
 from cluster.spec.request import Request
 from cluster.store import JobStore
 from cluster.supervisor import job_end, job_monitor, job_status
-from cluster.transport import files, parallel, reach, rsync, workdir
+from cluster.transport import files, nvidia_smi, parallel, reach, rsync, workdir
 from cluster.transport.local import LocalShell
 
 _PORT_TRIES = 20
@@ -84,7 +85,7 @@ def resolve(
     chosen, note = choose_backend(request.backend, inventory)
     here = local_machine(request, chosen)
     here = here if gpus is None else replace(here, gpus=tuple(gpus))
-    job, notes = defaults.job(request, here, BACKENDS[chosen], BACKENDS, inventory)
+    job, notes = resolver.job(request, here, BACKENDS[chosen], BACKENDS, inventory)
     _check_encoding("", asdict(job))
     return job, chosen, [*([note] if note else []), *notes]
 
@@ -140,17 +141,17 @@ def _visible_gpus() -> tuple[Gpu, ...]:
         listed = LocalShell().run(["nvidia-smi", "-L"], timeout_s=20)
     except UnreachableError:
         return ()
-    return defaults.visible_gpus(listed.out, os.environ.get("CUDA_VISIBLE_DEVICES")) if listed.code == 0 else ()
+    return nvidia_smi.visible_gpus(listed.out, os.environ.get("CUDA_VISIBLE_DEVICES")) if listed.code == 0 else ()
 
 
 def plan(job: Job, backend: str) -> Plan:
     """Return the plan of the job's first attempt. Pure: it does not access the machine."""
-    return BACKENDS[backend].plan(job, attempt=1, port=job.port or defaults.auto_port(job.name))
+    return BACKENDS[backend].plan(job, attempt=1, port=job.port or auto_port(job.name))
 
 
 def free_plan(job: Job, backend: str, *, attempt: int) -> Plan:
     """Return a checked plan with the job's master port, or else the first one that is free. Raise PortTakenError."""
-    ports = [job.port] if job.port else [defaults.auto_port(job.name, nth) for nth in range(_PORT_TRIES)]
+    ports = [job.port] if job.port else [auto_port(job.name, nth) for nth in range(_PORT_TRIES)]
     while True:
         checked = BACKENDS[backend].plan(job, attempt=attempt, port=ports.pop(0))
         try:
@@ -451,7 +452,7 @@ def _check_run_dir(plan: Plan) -> None:
 def _unused_names(job: Job, records: JobStore) -> Iterator[Job]:
     """Yield the job with each of its names, NAME, NAME-2 and so on, that has neither a record nor a folder here."""
     for nth in itertools.count(1):
-        named = replace(job, name=defaults.numbered(job.name, nth))
+        named = replace(job, name=job_name.numbered(job.name, nth))
         if not records.is_taken(named.name) and not Path(named.run_root, named.name).exists():
             yield named
 

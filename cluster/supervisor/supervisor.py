@@ -14,8 +14,8 @@ from cluster import contract
 from cluster.backends import BACKENDS
 from cluster.backends.awake_clock import AwakeClock
 from cluster.errors import ClusterError, LaunchError, UnreachableError, with_hint
-from cluster.spec import defaults
 from cluster.spec.model import Job, JobRecord, Machine, PastAttempt, Plan
+from cluster.spec.port import auto_port
 from cluster.store import JobStore
 from cluster.supervisor import attempt_monitor, job_end, job_monitor, launcher, notes, restarts, webhook
 from cluster.supervisor.attempt_monitor import AttemptMonitor
@@ -178,7 +178,7 @@ class Supervisor:
         attempt = plan.attempt + 1
         if job.hosts and job.hosts[0] == plan.nodes[0].machine and not job.port:
             # The survey has just checked these hosts and this master. The agent reports a taken port.
-            next_plan = backend.plan(job, attempt=attempt, port=defaults.auto_port(job.name, attempt))
+            next_plan = backend.plan(job, attempt=attempt, port=auto_port(job.name, attempt))
         else:
             next_plan = launcher.free_plan(job, plan.backend, attempt=attempt)
         if self.records.load(plan.job_id).outcome:

@@ -8,10 +8,10 @@ from pathlib import Path
 from cluster.agent import scripts
 from cluster.errors import ClusterError, LaunchError, UsageError
 from cluster.runtimes import BARE, DOCKER, ENGINES
-from cluster.spec import addresses, defaults, inventory
+from cluster.spec import addresses, inventory
 from cluster.spec.model import Gpu, Inventory, Machine
 from cluster.spec.traits import Table, on_this_machine
-from cluster.transport import parallel, reach
+from cluster.transport import nvidia_smi, parallel, reach
 
 DEFAULT_FILE = "cluster.yaml"
 
@@ -148,7 +148,7 @@ def _gpus(node: Machine, fields: Mapping[str, str], *, needed: bool) -> tuple[di
             hint = "repair its driver, or use --device cpu (in cluster.yaml: device: cpu)"
             raise LaunchError(f"{node.name}: nvidia-smi fails: {last}", hint)
         return {}, [f"nvidia-smi fails: {last}"]
-    return {gpu: each.model for gpu, each in defaults.listed_gpus(fields.get("gpus", "")).items()}, []
+    return {gpu: each.model for gpu, each in nvidia_smi.listed_gpus(fields.get("gpus", "")).items()}, []
 
 
 def _runtime(node: Machine, fields: Mapping[str, str]) -> tuple[str, str]:

@@ -16,7 +16,7 @@ import pytest
 from cluster.agent import scripts
 from cluster.errors import ClusterError, UnreachableError
 from cluster.images import Blob, Layers, chain_ids, engine, send, send_missing
-from cluster.spec.defaults import DEFAULT_IMAGE
+from cluster.spec.image import DEFAULT_IMAGE
 from cluster.spec.model import Machine
 from cluster.transport import close_all, interruption, process, rsync
 from tests.conftest import interrupted, wait_until

@@ -149,7 +149,7 @@ def test_a_taken_master_port_is_an_error_with_its_holder(clusterctl, launch):
 
 
 def test_a_taken_automatic_port_is_skipped(clusterctl, launch, job_name):
-    from cluster.spec.defaults import auto_port
+    from cluster.spec.port import auto_port
 
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier test may have used it

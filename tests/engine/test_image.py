@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.spec.defaults import DEFAULT_IMAGE
+from cluster.spec.image import DEFAULT_IMAGE
 from tests.unit.yolo_folder import squares
 
 pytestmark = pytest.mark.engine

@@ -13,7 +13,8 @@ import yaml
 from cluster.agent import scripts as resources
 from cluster.backends import BACKENDS, script
 from cluster.backends.compose import gpu_reservation
-from cluster.spec.model import Job, Machine, Mount, Queue
+from cluster.spec.model import Job, Machine, Queue
+from cluster.spec.mount import Mount
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

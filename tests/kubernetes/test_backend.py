@@ -16,8 +16,9 @@ from cluster.backends import log_files, logs
 from cluster.backends.base import FoundJob
 from cluster.backends.kubernetes import KubernetesBackend, pods
 from cluster.errors import ClusterError, GpusHeldError, NameTakenError, UsageError
-from cluster.spec.defaults import DEFAULT_IMAGE
-from cluster.spec.model import Inventory, Job, JobRecord, Machine, Mount, Plan, Queue
+from cluster.spec.image import DEFAULT_IMAGE
+from cluster.spec.model import Inventory, Job, JobRecord, Machine, Plan, Queue
+from cluster.spec.mount import Mount
 from cluster.supervisor import job_state
 from tests.conftest import wait_until
 

@@ -7,7 +7,7 @@ import urllib.request
 
 import pytest
 
-from cluster.spec.defaults import DEFAULT_IMAGE
+from cluster.spec.image import DEFAULT_IMAGE
 from tests.conftest import wait_until
 from tests.kubernetes.conftest import NAME, OURS
 from tests.real.conftest import script

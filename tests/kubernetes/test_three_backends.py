@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.spec.defaults import DEFAULT_IMAGE
+from cluster.spec.image import DEFAULT_IMAGE
 from cluster.store import JobStore
 from tests.conftest import Clusterctl, wait_until
 from tests.contract.sshd import TICKS

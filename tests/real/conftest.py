@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.spec.defaults import DEFAULT_IMAGE
+from cluster.spec.image import DEFAULT_IMAGE
 from tests.conftest import ROOT
 
 TESTBED = ROOT / "testbed"

@@ -8,7 +8,7 @@ import yaml
 
 from cluster.errors import UsageError
 from cluster.spec import exporters
-from cluster.spec.defaults import Here
+from cluster.spec.here import Here
 from cluster.spec.request import Request
 
 HERE = Here("/home/ann/work", "1000:1000", "python3", exists=lambda path: path == "/home/ann/coco/data.yaml")

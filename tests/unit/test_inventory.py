@@ -3,7 +3,8 @@ import pytest
 from cluster.backends import BACKENDS
 from cluster.errors import UsageError
 from cluster.spec import inventory, schema
-from cluster.spec.model import Inventory, Machine, Mount
+from cluster.spec.model import Inventory, Machine
+from cluster.spec.mount import Mount
 from cluster.transport import discovery
 
 HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "ünïcode", "!x *", "# no", "\t", "😀"]

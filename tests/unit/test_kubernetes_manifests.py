@@ -15,7 +15,8 @@ import yaml
 from cluster.agent import scripts
 from cluster.backends.kubernetes import manifests, template
 from cluster.errors import UsageError
-from cluster.spec.model import Job, Machine, Mount, Queue
+from cluster.spec.model import Job, Machine, Queue
+from cluster.spec.mount import Mount
 from tests.conftest import ROOT, wait_until
 
 PYTHON = ROOT / ".make" / "kubernetes" / "bin" / "python"  # packaging/test.sh makes it

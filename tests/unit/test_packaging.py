@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.spec.defaults import DEFAULT_IMAGE
+from cluster.spec.image import DEFAULT_IMAGE
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

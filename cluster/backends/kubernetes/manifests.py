@@ -18,7 +18,8 @@ from cluster.agent import scripts
 from cluster.backends import script
 from cluster.backends.kubernetes.options import Options, SecurityContext
 from cluster.errors import UsageError, near_or_all
-from cluster.spec.model import WORKDIR, Job, Mount, Node, Plan, Step, nodes_of
+from cluster.spec.model import WORKDIR, Job, Node, Plan, Step, nodes_of
+from cluster.spec.mount import Mount
 from cluster.spec.schema import Source, model_at
 
 Document = dict[str, Any]

@@ -7,9 +7,12 @@ import trainer.config
 from cluster import contract
 from cluster.backends import BACKENDS
 from cluster.errors import UsageError
-from cluster.spec import defaults
-from cluster.spec.defaults import Here
-from cluster.spec.model import Inventory, Job, Machine, Mount, nodes_of, this_machine
+from cluster.spec import resolver
+from cluster.spec.counts import gpus_per_node, node_range
+from cluster.spec.here import Here
+from cluster.spec.model import Inventory, Job, Machine, nodes_of, this_machine
+from cluster.spec.mount import Mount
+from cluster.spec.port import auto_port
 from cluster.spec.request import Request
 
 LAPTOP = Here(cwd="/home/ann/work", user="1000:1000", python="/venv/bin/python", gpus=())
@@ -19,7 +22,7 @@ ON_CPU = "processes per node: 2, on the CPU over gloo"
 
 
 def job(here=LAPTOP, backend="compose", **request):
-    return defaults.job(Request(**request), here, BACKENDS[backend], BACKENDS)
+    return resolver.job(Request(**request), here, BACKENDS[backend], BACKENDS)
 
 
 @pytest.mark.parametrize(
@@ -214,9 +217,9 @@ def test_the_default_name_of_a_module_or_script_is_its_stem():
 
 
 def test_automatic_ports_depend_on_the_name_and_are_outside_the_ephemeral_range():
-    assert defaults.auto_port("digits") == defaults.auto_port("digits")
-    assert defaults.auto_port("digits", 1) != defaults.auto_port("digits")
-    assert all(20000 <= defaults.auto_port(f"job-{i}", i) < 30000 for i in range(500))
+    assert auto_port("digits") == auto_port("digits")
+    assert auto_port("digits", 1) != auto_port("digits")
+    assert all(20000 <= auto_port(f"job-{i}", i) < 30000 for i in range(500))
 
 
 @pytest.mark.parametrize(
@@ -262,32 +265,6 @@ def test_an_option_that_the_backend_does_not_support_is_an_error(backend, given)
         job(backend=backend, **given)
 
 
-LISTED = """\
-GPU 0: NVIDIA H200 (UUID: GPU-1111)
-  MIG 1g.18gb     Device  0: (UUID: MIG-5555)
-  MIG 1g.18gb     Device  1: (UUID: MIG-6666)
-GPU 1: NVIDIA GeForce RTX 4090 (UUID: GPU-2222)
-GPU 2: NVIDIA GeForce RTX 4090 (UUID: GPU-3333)
-"""
-
-
-@pytest.mark.parametrize(
-    ("visible", "gpus"),
-    [
-        (None, ("MIG-5555", "MIG-6666", 1, 2)),
-        ("", ()),
-        ("2,1", (2, 1)),
-        ("1, 7,2", (1,)),  # as in CUDA: an invalid entry ends the list
-        ("GPU-33,0", (2, "MIG-5555")),  # as in CUDA: the first slice of the GPU
-        ("MIG-66,GPU-11", ("MIG-6666", "MIG-5555")),
-        ("1,1", (1,)),
-        ("-1", ()),
-    ],
-)
-def test_visible_gpus_are_those_of_cuda_visible_devices(visible, gpus):
-    assert defaults.visible_gpus(LISTED, visible) == gpus
-
-
 def test_nodes_on_one_machine_divide_its_gpus():
     here = replace(LAPTOP, gpus=(3, 1))
     made, _ = job(here, nodes="2", gpus=1)
@@ -298,8 +275,8 @@ def test_nodes_on_one_machine_divide_its_gpus():
 
 
 def test_a_range_of_nodes_begins_with_the_minimum():
-    assert defaults.node_range("2:4", 1) == (2, 4)
-    assert defaults.node_range("", 3) == (3, 3)
+    assert node_range("2:4", 1) == (2, 4)
+    assert node_range("", 3) == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +301,7 @@ def test_a_number_out_of_range_names_the_option_that_was_typed(given, message):
     machines = (Machine("n0", "10.0.0.1", login="n0", run_dir="/r", runtime="none"),)
     listed = Inventory(machines, path="cluster.yaml", device="cpu")
     with pytest.raises(UsageError) as caught:
-        defaults.job(Request(command="true", **given), LAPTOP, BACKENDS["ssh"], BACKENDS, listed)
+        resolver.job(Request(command="true", **given), LAPTOP, BACKENDS["ssh"], BACKENDS, listed)
     assert caught.value.message == message
 
 
@@ -414,7 +391,7 @@ def machines(*counts):
 
 def over_ssh(counts, usual="cuda", **request):
     listed = Inventory(machines(*counts), path="cluster.yaml", device=usual)
-    return defaults.job(Request(command="true", **request), LAPTOP, BACKENDS["ssh"], BACKENDS, listed)[0]
+    return resolver.job(Request(command="true", **request), LAPTOP, BACKENDS["ssh"], BACKENDS, listed)[0]
 
 
 @pytest.mark.parametrize(
@@ -517,7 +494,7 @@ def test_cpu_processes_do_not_depend_on_the_number_of_gpus():
 )
 def test_other_values_of_gpus_are_an_error(text):
     with pytest.raises(UsageError, match="expected a number, one number per node, or all"):
-        defaults.gpus_per_node(text)
+        gpus_per_node(text)
 
 
 @pytest.mark.parametrize(
@@ -525,7 +502,7 @@ def test_other_values_of_gpus_are_an_error(text):
 )
 def test_each_node_has_a_process(text, why):
     with pytest.raises(UsageError, match=f"--gpus {text}: must be {why}"):
-        defaults.gpus_per_node(text)
+        gpus_per_node(text)
 
 
 @pytest.mark.parametrize("backend", ["local", "compose"])
