@@ -130,11 +130,12 @@ def ours(checkpoint: Path, batch: dict[str, Tensor]) -> dict[str, Any]:
     levels = len(net.detect.strides)
     groups = [outputs[k : k + levels] for k in range(0, len(outputs), levels)]
     labels = torch.cat((batch["batch_idx"][:, None], batch["cls"], batch["bboxes"]), 1).numpy()
-    targets = criterion.assigner(net)(labels, len(batch["img"]), *batch["img"].shape[2:])
+    images, _, height, width = batch["img"].shape
+    targets = criterion.assigner(net)(labels, images, height, width)
     return {
         "decoded": torch.cat((decoded[..., :4], decoded[..., 5:]), 2),
         "raw": [torch.cat([t.flatten(1, 2) for t in group], 1).mT for group in groups],
-        "terms": mean_terms(*criterion(outputs, targets), criterion.gains),
+        "terms": mean_terms(*criterion(outputs, targets, (height, width)), criterion.gains),
         "parameters": sum(p.numel() for p in net.parameters()),
     }
 

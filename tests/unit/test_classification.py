@@ -332,7 +332,7 @@ def test_the_loss_is_torchs_cross_entropy() -> None:
     task = open_task(settings("digits", "classify", hyp=Hyp(mosaic=0.0, label_smoothing=0.1), imgsz=32))
     loss = task.criterion()
     logits, labels = torch.randn(6, 10), torch.arange(6)
-    terms = mean_terms(*loss(logits, {"classes": labels}), loss.gains)
+    terms = mean_terms(*loss(logits, {"classes": labels}, (32, 32)), loss.gains)
     assert float(terms.sum()) == pytest.approx(float(F.cross_entropy(logits, labels, label_smoothing=0.1)), rel=1e-6)
 
 

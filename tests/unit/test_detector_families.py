@@ -49,7 +49,8 @@ def terms(parts: Parts, images: torch.Tensor, labels: torch.Tensor) -> Terms:
     if hasattr(parts.model, "steps"):
         parts.model.steps.zero_()
     targets = targets_of(parts, labels, len(images))
-    return parts.criterion(parts.criterion.outputs_of(parts.model, images, targets), targets)  # type: ignore[no-any-return]
+    outputs = parts.criterion.outputs_of(parts.model, images, targets)
+    return parts.criterion(outputs, targets, (64, 64))  # type: ignore[no-any-return]
 
 
 @each_model
@@ -116,7 +117,7 @@ def test_levels_of_one_cell_have_exact_gradients_in_bf16() -> None:
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             outputs = parts.criterion.outputs_of(model, images, targets)
-        sums, counts = parts.criterion(outputs, targets)
+        sums, counts = parts.criterion(outputs, targets, (64, 64))
         (sums / counts).sum().backward()
         seen.append(torch.cat([p.grad.flatten() for p in model.net.backbone.extra.parameters()]))
     assert all(torch.equal(each, seen[0]) for each in seen[1:])

@@ -117,7 +117,7 @@ def test_two_hundred_batches_of_different_labels_compile_once(cfg: str, tmp_path
     counts = set()
     for epoch in range(40):
         for batch in training.train_loader.epoch(epoch):
-            sums, _ = loss(raw, batch.targets)
+            sums, _ = loss(raw, batch.targets, (64, 64))
             counts.add(len(batch.labels))
     assert sums.isfinite().all()
     assert len(counts) > 5

@@ -55,7 +55,7 @@ def targets_of(loss: Any, raw: list[torch.Tensor], labels: torch.Tensor, **more:
 
 
 def terms_of(loss: Any, raw: list[torch.Tensor], labels: torch.Tensor, **more: Any) -> torch.Tensor:
-    return mean_terms(*loss(raw, targets_of(loss, raw, labels, **more)), loss.gains)
+    return mean_terms(*loss(raw, targets_of(loss, raw, labels, **more), (SIDE, SIDE)), loss.gains)
 
 
 def test_ciou_against_the_formula_by_hand() -> None:
@@ -146,7 +146,7 @@ def test_terms_of_the_anchor_free_head_are_the_published_ones() -> None:
     total = matched.weight.sum().item()
     assert int((matched.weight > 0).sum()) > 15
     assert total > 1
-    assert loss(raw, targets)[1].tolist() == pytest.approx([2, total])
+    assert loss(raw, targets, (SIDE, SIDE))[1].tolist() == pytest.approx([2, total])
     expected = [7.5 * box / total, 0.5 * cls_sum / total, 1.5 * dfl / total]
     assert terms_of(loss, raw, TARGETS).tolist() == pytest.approx(expected, rel=1e-4)
 
@@ -169,7 +169,7 @@ def test_one_to_one_gives_a_box_its_best_point_and_the_distances_are_fractions_o
         cx, cy, w, h = target.tolist()
         sides = torch.tensor([x - cx + w / 2, y - cy + h / 2, cx + w / 2 - x, cy + h / 2 - y])
         l1 += weight.item() * ((flat[image, point, :4] * stride - sides).abs() / SIDE).mean().item()
-    sums, counts = loss(raw, targets_of(loss, raw, TARGETS))
+    sums, counts = loss(raw, targets_of(loss, raw, TARGETS), (SIDE, SIDE))
     assert counts[2].item() == pytest.approx(matched.weight.sum().item())
     assert (sums[2, 2] / loss.shares[1]).item() == pytest.approx(l1, rel=1e-5)
 
@@ -179,7 +179,7 @@ def test_the_weight_of_one_to_many_falls_from_epoch_to_epoch() -> None:
     targets, found = targets_of(loss, raw, TARGETS), []
     for epoch in range(6):  # the sixth: after the last
         loss.begin_epoch(epoch, 5)
-        found.append(loss(raw, targets)[0])
+        found.append(loss(raw, targets, (SIDE, SIDE))[0])
     many, one = (torch.stack([sums[:, k] for sums in found]) for k in (1, 2))
     torch.testing.assert_close(
         many / many[0], torch.tensor([0.8, 0.625, 0.45, 0.275, 0.1, 0.1])[:, None] / 0.8 + 0 * many
@@ -247,7 +247,10 @@ def test_shares_of_uneven_ranks_add_up_to_the_whole(head: str, split: int) -> No
     first = TARGETS[TARGETS[:, 0] < split]
     second = TARGETS[TARGETS[:, 0] >= split] - torch.tensor([split, 0, 0, 0, 0, 0])
     parts = [([t[:split] for t in raw], first), ([t[split:] for t in raw], second)]
-    (sums, counts), (other_sums, other_counts) = (loss(part, targets_of(loss, part, boxes)) for part, boxes in parts)
+    size = SIDE, SIDE
+    (sums, counts), (other_sums, other_counts) = (
+        loss(part, targets_of(loss, part, boxes), size) for part, boxes in parts
+    )
     shares = [mean_terms(each, counts + other_counts, loss.gains) for each in (sums, other_sums)]
     torch.testing.assert_close(shares[0] + shares[1], whole, rtol=1e-6, atol=1e-7)
 

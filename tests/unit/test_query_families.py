@@ -148,7 +148,7 @@ def test_loss_and_gradients_are_the_librarys(cfg: str, noise: bool) -> None:
     whole.model = parts.model.net
     wanted = targets(parts, LABELS, 2)
     torch.manual_seed(1)
-    mine = terms(parts, *parts.criterion(parts.criterion.outputs_of(parts.model, images, wanted), wanted))
+    mine = terms(parts, *parts.criterion(parts.criterion.outputs_of(parts.model, images, wanted), wanted, (SIDE, SIDE)))
     mine.sum().backward()
     gradients = {name: p.grad for name, p in parts.model.named_parameters() if p.requires_grad}
     assert all(gradient is not None for gradient in gradients.values())
@@ -170,7 +170,7 @@ def test_the_loss_and_gradients_of_detr_are_the_librarys() -> None:
     parts, images = family("detr-tiny"), torch.rand(2, 3, SIDE, SIDE)
     wanted = targets(parts, LABELS, 2)
     torch.manual_seed(1)
-    mine = terms(parts, *parts.criterion(parts.criterion.outputs_of(parts.model, images, wanted), wanted))
+    mine = terms(parts, *parts.criterion(parts.criterion.outputs_of(parts.model, images, wanted), wanted, (SIDE, SIDE)))
     mine.sum().backward()
     gradients = {name: p.grad for name, p in parts.model.named_parameters()}
     assert all(gradient is not None for gradient in gradients.values())
@@ -230,13 +230,13 @@ def test_shares_of_uneven_ranks_add_up_to_the_whole(cfg: str, split: int) -> Non
     parts = family(cfg)
     parts.criterion.without_noise()
     outputs = parts.model(torch.rand(3, 3, SIDE, SIDE))
-    whole = terms(parts, *parts.criterion(outputs, targets(parts, LABELS, 3)))
+    whole = terms(parts, *parts.criterion(outputs, targets(parts, LABELS, 3), (SIDE, SIDE)))
     first, second = LABELS[LABELS[:, 0] < split], LABELS[LABELS[:, 0] >= split].clone()
     second[:, 0] -= split
     shares = []
     for labels, place in ((first, slice(split)), (second, slice(split, 3))):
         mine = {name: value if name == "unused" else value[place] for name, value in outputs.items()}
-        shares.append(parts.criterion(mine, targets(parts, labels, len(range(3)[place]))))
+        shares.append(parts.criterion(mine, targets(parts, labels, len(range(3)[place])), (SIDE, SIDE)))
     counts = shares[0][1] + shares[1][1]
     together = sum(terms(parts, sums, counts) for sums, _ in shares)
     torch.testing.assert_close(together, whole, rtol=1e-5, atol=1e-7)
@@ -247,7 +247,9 @@ def test_shares_of_uneven_ranks_add_up_to_the_whole(cfg: str, split: int) -> Non
 def test_a_batch_without_boxes_gives_every_parameter_a_gradient(cfg: str) -> None:
     parts = family(cfg)
     none = targets(parts, LABELS[:0], 2)
-    sums, counts = parts.criterion(parts.criterion.outputs_of(parts.model, torch.rand(2, 3, SIDE, SIDE), none), none)
+    sums, counts = parts.criterion(
+        parts.criterion.outputs_of(parts.model, torch.rand(2, 3, SIDE, SIDE), none), none, (SIDE, SIDE)
+    )
     sums.sum().backward()
     assert all(p.grad is not None for p in parts.model.parameters() if p.requires_grad)
     assert counts[0] == 0
@@ -259,7 +261,9 @@ def test_a_network_without_noise_is_trained_too() -> None:
     config = {**build(read_cfg("dfine-tiny"), nc=NC, where="", hyp=Hyp(), imgsz=SIDE).model.net.config.to_dict()}
     parts = build({"dfine": {**config, "num_denoising": 0}}, nc=NC, where="", hyp=Hyp(), imgsz=SIDE)
     wanted = targets(parts, LABELS, 2)
-    sums, _ = parts.criterion(parts.criterion.outputs_of(parts.model, torch.rand(2, 3, SIDE, SIDE), wanted), wanted)
+    sums, _ = parts.criterion(
+        parts.criterion.outputs_of(parts.model, torch.rand(2, 3, SIDE, SIDE), wanted), wanted, (SIDE, SIDE)
+    )
     assert bool(sums.isfinite().all())
 
 
@@ -268,7 +272,7 @@ def test_the_loss_of_outputs_that_are_not_finite_is_not_finite(cfg: str) -> None
     parts, images = family(cfg), torch.rand(1, 3, SIDE, SIDE)
     images[0, 0, 0, 0] = torch.nan
     wanted = targets(parts, LABELS[:3], 1)
-    sums, _ = parts.criterion(parts.criterion.outputs_of(parts.model, images, wanted), wanted)
+    sums, _ = parts.criterion(parts.criterion.outputs_of(parts.model, images, wanted), wanted, (SIDE, SIDE))
     assert bool(sums.isnan().all())
 
 

@@ -216,12 +216,12 @@ def test_the_loss_is_torchs_cross_entropy_and_zero_where_nothing_counts() -> Non
     logits = torch.randn(3, 4, 8, 8)
     masks = torch.randint(0, 4, (3, 8, 8)).to(torch.uint8)
     masks[0, :5] = 255
-    sums, counts = loss(logits, {"masks": masks})
+    sums, counts = loss(logits, {"masks": masks}, (8, 8))
     assert counts.tolist() == [3, 3 * 64 - 40]
     mine = mean_terms(sums, counts, loss.gains)
     torchs = F.cross_entropy(logits, masks.long(), ignore_index=255, label_smoothing=0.1)
     assert float(mine.sum()) == pytest.approx(float(torchs), rel=1e-5)
-    nothing = loss(logits, {"masks": torch.full_like(masks, 255)})
+    nothing = loss(logits, {"masks": torch.full_like(masks, 255)}, (8, 8))
     assert float(mean_terms(*nothing, loss.gains)) == 0
 
 

@@ -24,7 +24,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from trainer.config import Hyp
 from trainer.detectors import Detections, Limits, Parts
 from trainer.errors import TrainerError
-from trainer.losses import Criterion, Rows, Targets, exact
+from trainer.losses import Criterion, ImageSize, Rows, Targets, exact
 from trainer.models.torchvision_nets import Classifier
 
 NO_BORDER = (torch.inf, torch.inf)  # boxes are clipped to the original image later
@@ -139,7 +139,7 @@ class RetinaNetLoss(Criterion):
         """Return `boxes_of`."""
         return boxes_of
 
-    def forward(self, outputs: dict[str, Tensor], targets: Targets, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: dict[str, Tensor], targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
         """Return the sums (2, 1) and the images (1,)."""
         images, boxes = len(outputs["cls_logits"]), targets["boxes"]
         found = self._compute(labels_of(boxes, images), heads_of(outputs), [outputs["anchors"]] * images)
@@ -161,7 +161,7 @@ class FcosLoss(RetinaNetLoss):
 
     terms = ("cls", "box", "ctr")
 
-    def forward(self, outputs: dict[str, Tensor], targets: Targets, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: dict[str, Tensor], targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
         """Return the sums (3, 1) and the matched cells (1,)."""
         images, cells = len(outputs["cls_logits"]), outputs["cells"].tolist()
         labels = labels_of(targets["boxes"], images)
@@ -177,7 +177,7 @@ class SsdLoss(RetinaNetLoss):
         super().__init__(net)
         self._matcher = net.proposal_matcher
 
-    def forward(self, outputs: dict[str, Tensor], targets: Targets, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: dict[str, Tensor], targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
         """Return the sums (2, 1) and the matched anchors (1,)."""
         images, anchors = len(outputs["cls_logits"]), outputs["anchors"]
         labels = labels_of(targets["boxes"], images, first=1)
@@ -278,7 +278,7 @@ class TwoStageLoss(Criterion):
         """Run the network on the images, and let it choose among the proposals by their boxes."""
         return network(images, labels_of(targets["boxes"], len(images), first=1))
 
-    def forward(self, outputs: dict[str, Any], targets: Targets, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: dict[str, Any], targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
         """Return the sums (4, 2), and the chosen proposals and anchors (2,)."""
         (rpn,), images = self._rpn, len(outputs["proposals"])
         anchors = [outputs["anchors"]] * images

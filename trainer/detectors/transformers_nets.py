@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from trainer.detectors import FAMILIES, Detections, Limits, Parts, best_pairs
 from trainer.errors import TrainerError
-from trainer.losses import Criterion, Targets
+from trainer.losses import Criterion, ImageSize, Targets
 from trainer.weights import checkpoint_file
 
 # The library checks values of tensors in its layers, which a GPU would have to be waited for, and ONNX cannot express.
@@ -180,7 +180,7 @@ class QueryLoss(Criterion):
         """Return the sums (d,) whose quotients are a loss of the library."""
         return nn.functional.pad((value * counts[0].clamp(min=1).float())[None], (0, len(counts) - 1))
 
-    def forward(self, outputs: dict[str, Any], targets: Targets, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: dict[str, Any], targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
         """Return the sums (t, d) and the counts (d,)."""
         outputs = {k: v.float() if isinstance(v, Tensor) else v for k, v in outputs.items()}
         rows = targets["labels"]

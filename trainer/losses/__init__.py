@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Targets = Mapping[str, Tensor]
+Targets = Mapping[str, Tensor]  # what a criterion needs of a batch's labels, by name: it documents shapes and dtypes
+ImageSize = tuple[int, int]  # height and width in pixels of all images of a batch
 Rows = Callable[[str, int], int]  # the name of a list and the entries that it needs -> the rows to give it
 
 
@@ -38,8 +39,10 @@ class Criterion(nn.Module, ABC):
         self.register_buffer("gains", torch.tensor(gains, dtype=torch.float32))
 
     @abstractmethod
-    def forward(self, outputs: Any, targets: Targets, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: Any, targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
         """Return this rank's sums (t, d) float32 with gradients, and its counts (d,) float64.
+
+        `size` is that of the images that the outputs are of, for a loss in pixels.
 
         The loss is the sum over t of `gains[t] * sum over d of sums[t, d] / divisors[d]`, where `divisors` makes the
         divisors from the counts of all ranks.

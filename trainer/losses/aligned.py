@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trainer.config import Hyp
 from trainer.errors import TrainerError
-from trainer.losses import Criterion, Rows, Targets, exact
+from trainer.losses import Criterion, ImageSize, Rows, Targets, exact
 from trainer.losses.anchored import bce, ciou
 
 Floats = npt.NDArray[np.float32]
@@ -167,22 +167,21 @@ class AlignedLoss(Criterion):
         """Return `images`: YOLOv5's loss is the mean of the batch times its size."""
         return images
 
-    def forward(self, outputs: Sequence[Tensor], targets: Targets, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: Sequence[Tensor], targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
         """Return the sums (3, 1 + matchings), and the counts: images, and the soft targets of each matching.
 
         `outputs` are the raw ones (b, ny, nx, 4 * bins + nc) per level, all levels for the first matching first.
         """
         found, levels = candidates(targets), len(self.strides)
-        height, width = (side * self.strides[0] for side in outputs[0].shape[1:3])
         sums, counts = [], [targets["counts"]]
         for k, matching in enumerate(self.matchings):
             flat = torch.cat([t.flatten(1, 2) for t in outputs[k * levels : (k + 1) * levels]], 1)
             matched = self.match(flat, found, matching)
-            sums.append(self._sums(flat, matched, height, width))
+            sums.append(self._sums(flat, matched, size))
             counts.append(matched.weight.double().sum()[None])
         return F.pad(torch.stack(sums, 1) * self.shares, (1, 0)), torch.cat(counts)
 
-    def _sums(self, flat: Tensor, matched: Matched, height: int, width: int) -> Tensor:
+    def _sums(self, flat: Tensor, matched: Matched, size: ImageSize) -> Tensor:
         """Return the sums (3,) of a matching, from raw outputs (b, points, 4 * bins + nc)."""
         logits = flat[..., 4 * self.bins :].float()
         wanted = torch.zeros_like(logits)
@@ -199,6 +198,7 @@ class AlignedLoss(Criterion):
         if self.bins > 1:
             each = self._distribution(picked, sides / stride)
         else:  # as fractions of the image's sides
+            height, width = size
             left, top, right, bottom = (picked * stride - sides).abs().unbind(1)
             each = ((left + right) / width + (top + bottom) / height) / 4
         return torch.stack((box, cls, (each * matched.weight).sum()))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config import Hyp
-from trainer.losses import Criterion, Rows, Targets, exact
+from trainer.losses import Criterion, ImageSize, Rows, Targets, exact
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -112,7 +112,7 @@ class DetectionLoss(Criterion):
         """Return `images`: YOLOv5's loss is the mean of the batch times its size."""
         return images
 
-    def forward(self, outputs: Sequence[Tensor], targets: Targets, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: Sequence[Tensor], targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
         """Return the sums (3, 1 + l) and the counts; `outputs` are raw, (b, a, ny, nx, nc + 5) per level."""
         index, value = targets["index"], targets["value"]
         box, anchor_wh, weight = torch.split(value.flatten(0, 1), [4, 2, 1], 1)
@@ -120,8 +120,8 @@ class DetectionLoss(Criterion):
         # The order of the cells in memory, so that nothing is copied.
         cells = [t.permute(0, 2, 3, 1, 4).flatten(0, 3) for t in outputs]
         picked = torch.cat([t.index_select(0, cell) for t, cell in zip(cells, index[..., 0], strict=True)]).float()
-        centre, size = torch.split(picked[:, :4].sigmoid() * 2, 2, 1)
-        quality = ciou(torch.cat((centre - 0.5, size**2 * anchor_wh), 1), box)
+        centre, wh = torch.split(picked[:, :4].sigmoid() * 2, 2, 1)
+        quality = ciou(torch.cat((centre - 0.5, wh**2 * anchor_wh), 1), box)
         of_boxes = ((1 - quality) * weight[:, 0]).view(levels, rows).sum(1)
 
         logits = torch.cat([t[:, 4] for t in cells]).float()

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config import IGNORED
-from trainer.losses import Criterion, Targets
+from trainer.losses import Criterion, ImageSize, Targets
 
 
 class ClassificationLoss(Criterion):
@@ -22,7 +22,7 @@ class ClassificationLoss(Criterion):
         """Return 1 / (accumulated batches), so that the gradient belongs to their mean."""
         return 1 / self._batches
 
-    def forward(self, outputs: Tensor, targets: Targets, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: Tensor, targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
         """Return the summed cross-entropy (1, 1) and the images (1,).
 
         `outputs` are logits (b, nc), `targets["classes"]` is int64 (b,), or the shares of the classes (b, nc).
@@ -35,7 +35,7 @@ class ClassificationLoss(Criterion):
 class SegmentationLoss(ClassificationLoss):
     """Softmax cross-entropy of the pixels that are not IGNORED."""
 
-    def forward(self, outputs: Tensor, targets: Targets, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: Tensor, targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
         """Return the summed cross-entropy (1, 2), and the images and counted pixels (2,).
 
         `outputs` are logits (b, nc, h, w), `targets["masks"]` is uint8 (b, h, w). Zero if no pixel counts.

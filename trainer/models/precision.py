@@ -18,6 +18,12 @@ def as_input(images: Tensor) -> Tensor:
     return images.permute(0, 3, 1, 2).float() / 255 if images.dtype == torch.uint8 else images
 
 
+def size_of(images: Tensor) -> tuple[int, int]:
+    """Return the height and width in pixels of images as `as_input` takes them."""
+    height, width = images.shape[1:3] if images.dtype == torch.uint8 else images.shape[2:]
+    return height, width
+
+
 def native_bf16(device: torch.device) -> bool:
     """Return whether the device has native bf16; emulated, it is slower than fp32."""
     if device.type == "cuda":

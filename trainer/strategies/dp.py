@@ -37,8 +37,7 @@ class Dp(Ddp):
 
     def forward(self, images: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
         """Run the network on all GPUs, and the criterion on the first."""
-        sums, counts = self._whole.criterion(self._outputs(images), targets)
-        return sums, counts
+        return self._whole.sums(self._outputs(images), targets, images)
 
 
 class Outputs(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trainer.losses import Criterion, Targets
-from trainer.models.precision import as_input
+from trainer.losses import Criterion, ImageSize, Targets
+from trainer.models.precision import as_input, size_of
 
 
 class NetworkWithLoss(nn.Module):
@@ -40,7 +40,11 @@ class NetworkWithLoss(nn.Module):
         return self._compute(images, targets)
 
     def _eager(self, images: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-        sums, counts = self.criterion(self.outputs(images, targets), targets)
+        return self.sums(self.outputs(images, targets), targets, images)
+
+    def sums(self, outputs: Any, targets: Targets, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the criterion's sums and counts of the network's raw outputs for these images."""
+        sums, counts = self.criterion(outputs, targets, size_of(images))
         return sums, counts
 
     def loss(self, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +78,7 @@ class NetworkWithLoss(nn.Module):
 class SumOfOutputs(Criterion):
     """The sum of all outputs."""
 
-    def forward(self, outputs: Any, targets: Targets, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: Any, targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
         """Return the sum, without counts."""
         total = torch.stack([tensor.float().sum() for tensor in tree_leaves(outputs)]).sum()
         return total, total.detach()

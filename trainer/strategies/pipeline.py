@@ -202,8 +202,11 @@ class Pipeline(Strategy):
             )
         dtype, layout = _dtype(self.module), torch.channels_last
         parts = [images[k::number].to(dtype, memory_format=layout) for k in range(number)]
-        # torch's schedule asks for the loss between the passes.
-        self._schedules[shape].step(parts, lambda outputs: loss_of(*self._whole.criterion(outputs, targets)))
+
+        def loss_of_outputs(outputs: Any) -> Tensor:
+            return loss_of(*self._whole.sums(outputs, targets, images))
+
+        self._schedules[shape].step(parts, loss_of_outputs)  # torch asks for the loss between the passes
         if sync and self.share[1] > 1:
             self._sum_gradients()
 
