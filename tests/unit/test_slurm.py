@@ -373,6 +373,9 @@ class Site:
         return found
 
 
+CANCELLATION = {"job": "digits", "launch": "0123", "scheduler": "Slurm", "lister": "squeue"}
+
+
 @pytest.fixture
 def site(tmp_path):
     return Site(tmp_path)
@@ -389,7 +392,7 @@ def site(tmp_path):
             {"most": 9, "format": "Name:50", "old": 0},
             "",
         ),
-        ("backends/slurm/cancel", [], {"job": "digits", "grace": 0, "folder": "."}, ""),
+        ("backends/batch/cancel", [], {**CANCELLATION, "grace": 0, "folder": "."}, ""),
         ("backends/slurm/check", [], {"image": "", "run_dir": ".", "new": "", "name": "digits", "needs": []}, ""),
     ],
 )
@@ -403,6 +406,32 @@ def test_no_inherited_variable_reaches_a_program_of_the_login_node(site, monkeyp
     calls = site.calls()
     assert calls, done.stderr
     assert {words: pairs for words, pairs, _ in calls} == {words: PLACES for words, _, _ in calls}
+
+
+@pytest.mark.parametrize(
+    ("number", "grace", "sent"),
+    [
+        ("Submitted batch job 7", 1, ["--batch --signal=TERM 7", "7"]),
+        ("Submitted batch job 7", 0, ["7"]),
+        ("7_1", 1, ["--batch --signal=TERM 7_1", "7_1"]),
+    ],
+)
+def test_a_stop_asks_the_batch_script_before_it_cancels_the_job(site, number, grace, sent):
+    folder = site.runs / "digits"
+    (folder / "attempt-1").mkdir(parents=True)
+    (folder / "attempt").write_text("1 n0 n1\n")
+    (folder / "submitted").write_text(f"{number}\n")
+    site.squeue = "7               "
+    # The job is gone once scancel has cancelled it.
+    program = (site.folder / "bin" / "squeue").read_text()
+    gone = '! grep -q "^scancel [0-9_]* *$" "$CALLS" 2>/dev/null || exit 0\n'
+    (site.folder / "bin" / "squeue").write_text(program.replace("name=${0##*/}\n", f"name=${{0##*/}}\n{gone}"))
+    values = {**CANCELLATION, "grace": grace, "folder": str(folder)}
+    done = site.script("backends/batch/cancel", variables={}, **values)
+    assert (done.returncode, done.stdout) == (0, ""), done
+    calls = [words.strip() for words, _, _ in site.calls()]
+    assert [words.removeprefix("scancel ") for words in calls if words.startswith("scancel ")] == sent
+    assert (folder / "attempt-1" / "grace").read_text() == f"{grace}\n"
 
 
 def test_a_session_a_release_and_doctor_inherit_no_variable(site):

@@ -7,10 +7,8 @@ the loss of a host. It calls functions that the batch system's own job.sh define
 | file | what |
 |---|---|
 | `job.sh`, `node.sh` | see job.sh and node.sh here: the functions of a job, and the rank and GPUs of a node |
-| `common.sh` | functions of the scripts on the login node; submit.sh here calls two of them |
+| `common.sh` | functions of the scripts on the login node; see submit.sh and cancel.sh here |
 | `poll.sh` | prints of each job the queue's line, its attempt and hosts, the queue's error, and the script's error |
-| `queued.sh` | prints which launches are in the queue |
-| `cancel.sh` | cancels a job, and prints what remains of it |
 """
 
 import abc
@@ -167,9 +165,7 @@ class BatchBackend(Backend):
         lines, text = script.payload(plan, step, secrets)
         (path,) = step.files
         places = {"dir": script.attempt_dir(plan, login), "folder": plan.dir_on(login), "path": path}
-        folder = f"backends/{self.name}"
-        command = scripts.command_after(folder, "backends/batch/submit", *argv, secrets=lines, **places)
-        self.run_submission(login, text, command)
+        self.run_submission(login, text, self._command("submit", *argv, secrets=lines, **places))
 
     def run_submission(self, login: Machine, text: str, command: Sequence[str]) -> None:
         """Run a script that submits `text`. Raises LaunchError with the message of the program that submits it."""
@@ -204,8 +200,7 @@ class BatchBackend(Backend):
         login, program = plan.nodes[0].machine, self.programs.cancel
         # The batch script needs some seconds to forward the signal.
         grace = max(3, math.ceil(grace_s)) if grace_s else 0
-        launched = {"job": plan.job_id, "launch": plan.job.launch_id}
-        command = scripts.command(f"backends/{self.name}/cancel", grace=grace, folder=plan.dir_on(login), **launched)
+        command = self._cancellation(plan.job_id, plan.job.launch_id, plan.dir_on(login), grace)
         with waiting(f"{self.title} to end {plan.job_id}", grace_s + 120):
             done = reach(login).run(command, timeout_s=grace_s + 120)
         if done.code:
@@ -222,7 +217,7 @@ class BatchBackend(Backend):
             jobs = found_on(machine, self.name, self.engines)
             names = {job.launch_id: job.job for job in jobs}
             words = [word for pair in names.items() for word in pair]
-            done = reach(machine).run(scripts.command(f"backends/{self.name}/queued", *words), timeout_s=60)
+            done = reach(machine).run(self._command("queued", *words), timeout_s=60)
             if done.code:
                 raise UnreachableError(f"{machine.name}: {self.programs.queue}: {done.last_line}", self.programs.ping)
             running = {*done.out.split(), *supervised}
@@ -233,12 +228,19 @@ class BatchBackend(Backend):
     def remove(self, inventory: Inventory, found: FoundJob) -> None:
         """Cancel the job, and remove what it has on the login node. Raises ClusterError."""
         (login,) = inventory.machines
-        launched = {"job": found.job, "launch": found.launch_id}
-        command = scripts.command(f"backends/{self.name}/cancel", grace=0, folder="", **launched)
-        done = reach(login).run(command, timeout_s=120)
+        done = reach(login).run(self._cancellation(found.job, found.launch_id), timeout_s=120)
         if done.code or done.out.strip():
             raise ClusterError(f"{login.name}: {found.job} is still in the queue: {done.out.strip() or done.last_line}")
         super().remove(inventory, found)
+
+    def _cancellation(self, job: str, launch_id: str, folder: str = "", grace_s: int = 0) -> list[str]:
+        """Return the command that runs cancel.sh; `folder` is the job's, if it is known."""
+        words = {"scheduler": self.title, "lister": self.programs.queue}
+        return self._command("cancel", job=job, launch=launch_id, folder=folder, grace=grace_s, **words)
+
+    def _command(self, name: str, /, *words: str, **values: scripts.Value) -> list[str]:
+        """Return the command that runs a script of this folder after the functions of the batch system."""
+        return scripts.command_after(f"backends/{self.name}", f"backends/batch/{name}", *words, **values)
 
     def requeued(self, plan: Plan) -> Plan | None:
         """Return the next attempt if the job has been requeued, else None. Raises ClusterError if it was cancelled."""

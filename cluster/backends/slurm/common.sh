@@ -1,11 +1,12 @@
 # shellcheck shell=bash
-# Functions of the scripts that the launcher runs on the login node of a Slurm cluster.
+# Functions of the scripts that the launcher runs on the login node of a Slurm cluster. batch/submit.sh and batch/cancel.sh
+# list those that they call.
 
-# The number of the Slurm job of the folder $1: 123, 123_4 for a task of an array, or nothing if it is not known yet.
-# job.sh renews it when it submits the job again.
+clear_inherited() { clear_slurm; }
+
+# 123, or 123_4 for a task of an array. job.sh renews it when it submits the job again.
 submitted() { sed -n 's/^Submitted batch job \([0-9]*\).*/\1/p; s/^[0-9]*_[0-9]*$/&/p' "$1/submitted" 2>/dev/null | tail -n 1; }
 
-# Whether the batch script of the Slurm job $2 has the launch ID $1; 2 if that cannot be read, because the job has ended.
 has_launch() {
     local text
     text=$(timeout 20 scontrol write batch_script "${2%_*}" - 2>/dev/null)
@@ -13,16 +14,35 @@ has_launch() {
     [[ $text == *"$1"* ]]
 }
 
-# The numbers of this user's jobs in Slurm's queue that have the launch ID $1 and the name $2, or are an array with such a
-# job. Fails if the queue does not answer.
+# Also the numbers of arrays that have such a job.
 queued() {
     local number numbers
     numbers=$(timeout 20 squeue --noheader --user "$(id -un)" --name "$2,${2%-*}" --Format JobID:16) || return 1
     sort -u <<< "$numbers" | while read -r number; do ! has_launch "$1" "$number" < /dev/null || echo "$number"; done
 }
 
-# The functions of batch/submit.sh.
-clear_inherited() { clear_slurm; }
+# Prints the numbers of those of the jobs $1 (1,2,...) that squeue lists with the further options. squeue fails for a number
+# that it has forgotten.
+listed() {
+    local numbers=$1
+    shift
+    squeue --noheader --array --user "$(id -un)" --jobs "$numbers" "$@" --Format JobID:16 2>/dev/null | tr -d ' ' | sort -u
+}
+joined() { local IFS=,; echo "$*"; }
+remaining() { listed "$(joined "$@")"; }
+running() {
+    local numbers
+    numbers=$(listed "$(joined "$@")" --states running)
+    # The last task of an array has the number of the whole array.
+    case $*:$numbers in
+        *_*:?*) printf '%s\n' "$@" ;;
+        *) echo "$numbers" ;;
+    esac
+}
+# scancel also signals the FUSE processes of Apptainer, so that ranks in the container would hang.
+terminate() { scancel --batch --signal=TERM "$@"; }
+cancel() { scancel "$@"; }
+
 # Discards the cached output of squeue, which does not have a new job of the folder $1.
 forget_queue() {
     local own
