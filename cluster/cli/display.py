@@ -67,15 +67,15 @@ def node_table(view: JobView, plan: Plan, now: float, *, joins: bool = False, la
     """
     table = Table("  node", "phase", Column("for", justify="right"), Column("note", overflow="fold"), **PLAIN)
     for index, node in enumerate(view.nodes):
-        note = node.silent or node.note
+        note = node.shown_note
         is_master = index == 0 and plan.master_addr and node.phase in ("starting", "joining", "ready")
-        if is_master and not node.silent and not note.startswith("cannot"):
+        if is_master and not node.status.silent and not note.startswith("cannot"):
             note = f"master {plan.master_addr}:{plan.master_port}"
-        if node.phase == "ready" and node.quiet_s >= _QUIET_S:
-            note = "; ".join(filter(None, (note, f"last output {seconds(node.quiet_s)} ago")))
+        if node.phase == "ready" and node.status.quiet_s >= _QUIET_S:
+            note = "; ".join(filter(None, (note, f"last output {seconds(node.status.quiet_s)} ago")))
         phase = Text(node.phase, _STYLES[node.phase])
         duration = node.since - view.started if joins and node.phase == "ready" else now - node.since
-        if node.silent and not joins:
+        if node.status.silent and not joins:
             phase = Text(UNREACHABLE, _STYLES["lost"])
             if last is not None and node.name in last.phases:
                 note, duration = f"{note}; {last.phases[node.name]} before", now - last.at
@@ -121,11 +121,10 @@ class UsageTable:
     def add(self, view: JobView) -> None:
         """Add the newest sample of each node."""
         for node in view.nodes:
-            ranks = node.usage.ranks if node.usage else ()
-            for row in ranks:
+            for row in node.ranks:
                 self._append(row.rank, row.use if row.use is not None else 100 * row.cpu)
-            if ranks:
-                self._append(node.name, sum(self._past[row.rank][-1] for row in ranks))
+            if node.ranks:
+                self._append(node.name, sum(self._past[row.rank][-1] for row in node.ranks))
         if view.progress is not None:
             self._append("images_per_s", view.progress.images_per_s or 0.0)
 
@@ -140,7 +139,7 @@ class UsageTable:
 
     def table(self, view: JobView, *, by_rank: bool = True) -> Table:
         """Return a table with a row per rank, or per node. `host` is the memory in use on the machine."""
-        has_gpus = any(row.gpu is not None for node in view.nodes if node.usage for row in node.usage.ranks)
+        has_gpus = any(row.gpu is not None for node in view.nodes for row in node.ranks)
         titles = [
             *(["rank"] if by_rank else []),
             "CPU",
@@ -151,25 +150,24 @@ class UsageTable:
         columns = [Column(title, justify="right", no_wrap=True) for title in titles]
         table = Table("  node", *columns, Column("last minute", no_wrap=True), **PLAIN)
         for node in view.nodes:
-            ranks, host = (node.usage.ranks, node.usage.host) if node.usage else ((), None)
-            if not ranks:
+            if not node.ranks:
                 table.add_row(f"  {node.name}", *[""] * len(titles), Text(node.phase, "dim"))
-            for rows in [[row] for row in ranks] if by_rank else [ranks] if ranks else []:
+                continue
+            host = node.status.usage and node.status.usage.host
+            for rows in [(row,) for row in node.ranks] if by_rank else [node.ranks]:
                 cells = [str(rows[0].rank)] if by_rank else []
                 cells += [f"{sum(row.cpu for row in rows):.1f}", decimal(round(sum(row.rss for row in rows)))]
-                cells.append(share(host.total - host.free, host.total) if host else "")
+                cells.append(report.share(host.total - host.free, host.total) if host else "")
                 if has_gpus:
                     uses = [row.use for row in rows if row.use is not None]
                     held = [row for row in rows if row.has_memory]
                     used, total = (sum(getattr(row, key) for row in held) for key in ("memory", "memory_total"))
-                    cells += [f"{sum(uses) / len(uses):.0f} %" if uses else "", share(used, total) if held else ""]
+                    cells += [
+                        f"{sum(uses) / len(uses):.0f} %" if uses else "",
+                        report.share(used, total) if held else "",
+                    ]
                 table.add_row(f"  {node.name}", *cells, self.spark(rows[0].rank if by_rank else node.name))
         return table
-
-
-def share(used: float, total: float) -> str:
-    """Format bytes of a total: `12.1/80.0 GB`."""
-    return f"{used / 1e9:.1f}/{total / 1e9:.1f} GB"
 
 
 class LiveDisplay(Display):
@@ -226,9 +224,10 @@ class LiveDisplay(Display):
 
     def _print_changes(self, view: JobView) -> None:
         for node in view.nodes:
-            note = node.silent or node.note
+            note = node.shown_note
             line = f"{node.name}: {node.phase}" + (f": {note}" if note else "")
-            change = f"{node.phase}: {bool(node.silent) or note}"  # the text of a silence has its growing duration
+            # The text of a silence has its growing duration.
+            change = f"{node.phase}: {bool(node.status.silent) or note}"
             if self._printed.get(node.name) != change:
                 self._printed[node.name] = change
                 self.note(line)
@@ -239,7 +238,8 @@ class LiveDisplay(Display):
         if self._view.joined_after_s is None:
             ready = f"{self._view.ready_count}/{len(self._view.nodes)} nodes ready"
             return Group(node_table(self._view, self._plan, self._clock(), joins=True), Text(f"  {ready}", "dim"))
-        silent = [Text(f"{node.name}: {node.silent}", "yellow") for node in self._view.nodes if node.silent]
+        unanswering = [node for node in self._view.nodes if node.status.silent]
+        silent = [Text(f"{node.name}: {node.status.silent}", "yellow") for node in unanswering]
         if self._view.progress is None or self._view.done is not None:
             return Group(*silent)
         usage = [self._usage.table(self._view, by_rank=False)] if len(self._view.nodes) <= _MOST_NODES else []

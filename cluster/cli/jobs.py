@@ -22,6 +22,7 @@ from cluster.spec.request import option
 from cluster.store import JobStore
 
 if TYPE_CHECKING:
+    from cluster.supervisor.job_state import NodeView
     from cluster.supervisor.job_status import JobStatus
 
 _NO_SUPERVISOR = "none"
@@ -45,6 +46,16 @@ def _supervisor_of(record: JobRecord, records: JobStore) -> str:
 def _about(polled: "JobStatus") -> dict[str, Any]:
     """Return what `ps` and `status` say in JSON about a job's state: times are Unix times, null if unknown."""
     return {"last_state": polled.last_state or None, "since": polled.since, "reason": polled.why or None}
+
+
+def _node_json(node: "NodeView", polled: "JobStatus") -> dict[str, Any]:
+    """Return what `status` says in JSON about a node; of one that does not answer, also its last phase."""
+    ended = {"exit_code": node.status.exit_code, "quiet_s": node.status.quiet_s}
+    if not node.status.silent:
+        return {"node": node.name, "phase": node.phase, "note": node.note, **ended}
+    phases = polled.last.phases if polled.last_state and polled.last else {}
+    about = {"node": node.name, "phase": polled.state, "note": node.shown_note, **ended}
+    return {**about, "last_phase": phases.get(node.name)}
 
 
 def _named(names: Sequence[str]) -> str:
@@ -205,13 +216,7 @@ def status(job: options.JobName, as_json: options.AsJson = False) -> None:
     supervisor = _supervisor_of(record, records) if polled.is_readable else ""
     kept = notes.Reader(record.plan).lines()
     if as_json:
-        keys = ("phase", "note", "exit_code", "quiet_s")
-        phases = polled.last.phases if polled.last_state and polled.last else {}
-        nodes = [
-            {"node": node.name, **{key: getattr(node, key) for key in keys}}
-            | ({"phase": state, "last_phase": phases.get(node.name), "note": node.silent} if node.silent else {})
-            for node in view.nodes
-        ]
+        nodes = [_node_json(node, polled) for node in view.nodes]
         metric = view.metric and view.metric.as_json()
         about = {"job": job, "state": state, **_about(polled), "detail": record.detail, "commit": record.commit}
         print(json.dumps({**about, "supervisor": supervisor, "notes": kept, "nodes": nodes, "metric": metric}))
@@ -296,7 +301,7 @@ def top(
     if as_json:
         view = observer.view
         nodes = [
-            {"node": node.name, "phase": node.phase, "usage": node.usage and node.usage.as_json()}
+            {"node": node.name, "phase": node.phase, "usage": node.status.usage and node.status.usage.as_json()}
             for node in view.nodes
         ]
         print(json.dumps({"job": job, "nodes": nodes, "progress": view.progress and view.progress.as_json()}))

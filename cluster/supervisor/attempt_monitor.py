@@ -137,7 +137,7 @@ def _note_silence(show: Display, before: Sequence[str], view: JobView) -> None:
 
 def _is_secondary(view: JobView) -> bool:
     """Return whether all known failures are consequences of one not yet observed."""
-    return job_state.is_secondary(job_state.failing(view)[0]) and not any(node.silent for node in view.nodes)
+    return job_state.is_secondary(job_state.failing(view)[0]) and not any(node.status.silent for node in view.nodes)
 
 
 def _before_tracebacks(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cluster.agent.app.node_agent.events import (
@@ -20,7 +20,7 @@ from cluster.agent.app.node_agent.events import (
 )
 from cluster.spec.model import Plan
 from cluster.spec.node_status import NodeStatus, Phase
-from cluster.spec.status import Failure, StalledRank, Usage
+from cluster.spec.status import RankUsage
 
 Verdict = Literal["waiting", "joined", "late", "stalled", "failed", "done"]
 
@@ -39,35 +39,43 @@ _ORDER: dict[Phase, int] = {"pending": 0, "starting": 1, "setup": 2, "joining": 
 
 @dataclass
 class NodeView:
-    """A node's phase as the user sees it, and how the node ended.
+    """A node as the user sees it: its last status, and what its events and the polls before add to that.
 
-    `since` is the time at which the phase began, `note` describes the phase. `reached` is set once the node connected
-    to the master. `silent`, `failure`, `stall`, `leaving`, `usage`, `lost`, `quiet_s`, `is_final` and
-    `is_cancelled` are those of NodeStatus.
+    `phase` may be ahead of the phase in `status`, because events in the log arrive first. `since` is the time at which
+    it began, `note` describes it. `reached` is set once the node connected to the master. How a node ended stays in
+    `status`, see `_kept`.
     `unanswered_since` is the time from which the machine's silence counts as a failure, and None while it answers.
     `left_at` is the time at which the programs of all its ranks had ended, and None before.
     """
 
-    name: str
+    status: NodeStatus
     phase: Phase = "pending"
     since: float = 0.0
     note: str = ""
-    exit_code: int | None = None
-    ended_at: float | None = None
     reached: bool = False
-    silent: str = ""
     progress: Progress | None = None
-    failure: Failure | None = None
-    stall: tuple[StalledRank, ...] = ()
-    leaving: tuple[int, ...] = ()
     left_at: float | None = None
-    where: str = ""
-    usage: Usage | None = None
     unanswered_since: float | None = None
-    lost: str = ""
-    quiet_s: float = 0.0
-    is_final: bool = False
-    is_cancelled: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the node."""
+        return self.status.node
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it runs no longer, as far as is known."""
+        return self.phase in ("exited", "lost")
+
+    @property
+    def shown_note(self) -> str:
+        """Why its machine does not answer, or else what describes its phase."""
+        return self.status.silent or self.note
+
+    @property
+    def ranks(self) -> tuple[RankUsage, ...]:
+        """What each of its ranks uses; empty while that is not known."""
+        return self.status.usage.ranks if self.status.usage else ()
 
 
 @dataclass
@@ -109,7 +117,8 @@ class JobView:
 
 def start(plan: Plan, now: float) -> JobView:
     """Return the view before the first poll."""
-    return JobView([NodeView(node.name, since=now) for node in plan.nodes], plan.job.says_ready, now, timeout_from=now)
+    nodes = [NodeView(NodeStatus(node.name, "pending"), since=now) for node in plan.nodes]
+    return JobView(nodes, plan.job.says_ready, now, timeout_from=now)
 
 
 def fold(
@@ -145,7 +154,7 @@ def fold(
         elif node.unanswered_since is None or is_stepping:
             node.unanswered_since = now
         if node.unanswered_since is not None and (is_stepping or now - node.unanswered_since < patience_s):
-            node.silent = status.silent
+            node.status = replace(node.status, silent=status.silent)
         else:
             _fold_status(node, status, now)
     in_queue = all(node.phase == "pending" for node in view.nodes)
@@ -168,14 +177,14 @@ def judge(
         return "failed"
     if all(_succeeded(node) for node in view.nodes):
         return "done"
-    if any(node.silent for node in view.nodes):  # its log has not been read, so its state is unknown
+    if any(node.status.silent for node in view.nodes):  # its log has not been read, so its state is unknown
         return "waiting" if view.joined_after_s is None else "joined"
     if overdue(view, now, grace_s):
         return "done"
     if view.joined_after_s is not None:
         if _over_since(view) is not None:
             return "joined"
-        if all(node.stall or _succeeded(node) for node in view.nodes):
+        if all(node.status.stall or _succeeded(node) for node in view.nodes):
             return "stalled"
         idle_s = now - view.progress_at if view.progress_at is not None else 0.0
         return "stalled" if stall_timeout_s and idle_s > stall_timeout_s else "joined"
@@ -184,20 +193,22 @@ def judge(
 
 def is_queued(view: JobView) -> bool:
     """Return whether a node waits for a machine, and none has run."""
-    return all(node.phase == "pending" for node in view.nodes) and any(not node.where for node in view.nodes)
+    return all(node.phase == "pending" for node in view.nodes) and any(not node.status.where for node in view.nodes)
 
 
 def waits_for(view: JobView) -> str:
     """Return why a node has no machine yet, in the scheduler's words; "" if it has not said so."""
-    return next((node.note for node in view.nodes if node.phase == "pending" and node.note and not node.where), "")
+    return next(
+        (node.note for node in view.nodes if node.phase == "pending" and node.note and not node.status.where), ""
+    )
 
 
 def silence(view: JobView) -> str:
     """Return which nodes do not answer, and why; "" if all answer."""
     found: dict[str, list[str]] = {}
     for node in view.nodes:
-        if node.silent:
-            found.setdefault(node.silent, []).append(node.name)
+        if node.status.silent:
+            found.setdefault(node.status.silent, []).append(node.name)
     if len(found) == 1 and len(view.nodes) == sum(map(len, found.values())):
         return next(iter(found))
     return "; ".join(f"{', '.join(names)}: {why}" for why, names in found.items())
@@ -225,13 +236,13 @@ def _over_since(view: JobView) -> float | None:
 
 def failing(view: JobView) -> list[NodeView]:
     """Return the nodes that failed, first failure first. Nodes with only secondary failures come last."""
-    bad = [node for node in view.nodes if node.phase == "lost" or (node.phase == "exited" and node.exit_code != 0)]
+    bad = [node for node in view.nodes if node.has_ended and not _succeeded(node)]
     return sorted(bad, key=lambda node: (is_secondary(node), _failed_at(node)))
 
 
 def is_secondary(node: NodeView) -> bool:
     """Return whether a node failed only because its ranks lost their peers."""
-    return bool(node.failure and node.failure.secondary)
+    return bool(node.status.failure and node.status.failure.secondary)
 
 
 def missing(view: JobView) -> list[NodeView]:
@@ -243,34 +254,47 @@ def missing(view: JobView) -> list[NodeView]:
 def _failed_at(node: NodeView) -> float:
     if node.phase == "lost":  # the time is unknown; it counts as the first
         return 0.0
-    if node.failure is not None and node.failure.time is not None:
-        return node.failure.time
-    return node.ended_at if node.ended_at is not None else float("inf")
+    failure, ended_at = node.status.failure, node.status.ended_at
+    if failure is not None and failure.time is not None:
+        return failure.time
+    return ended_at if ended_at is not None else math.inf
 
 
 def _succeeded(node: NodeView) -> bool:
-    return node.phase == "exited" and node.exit_code == 0
+    return node.phase == "exited" and node.status.exit_code == 0
 
 
 def _fold_status(node: NodeView, status: NodeStatus, now: float) -> None:
-    node.silent, node.stall, node.usage, node.leaving = status.silent, status.stall, status.usage, status.leaving
+    node.status = _kept(node, status)
     node.left_at = (node.left_at or now) if status.leaving else None
-    node.lost, node.quiet_s = status.lost or node.lost, status.quiet_s
-    if node.phase not in ("exited", "lost"):
-        node.where = status.where
     if status.phase in ("exited", "lost"):
-        if node.phase == status.phase:
-            return
-        detail = status.detail or (f"exit {status.exit_code}" if status.phase == "exited" else "")
-        node.note = "; ".join(filter(None, (detail, status.where)))
-        node.phase, node.since, node.exit_code, node.ended_at = status.phase, now, status.exit_code, status.ended_at
-        node.where, node.failure = status.where, status.failure
-        node.is_final, node.is_cancelled = status.is_final, status.is_cancelled
+        if node.phase != status.phase:
+            detail = status.detail or (f"exit {status.exit_code}" if status.phase == "exited" else "")
+            node.phase, node.since = status.phase, now
+            node.note = "; ".join(filter(None, (detail, status.where)))
     elif _ORDER[status.phase] > _ORDER[node.phase] or (status.starts_over and status.phase != node.phase):
         node.phase, node.since, node.note = status.phase, now, status.detail
         node.reached = node.reached and not status.starts_over
     elif status.detail and (status.phase != "pending" or node.phase == "pending"):
         node.note = status.detail  # a queue's answer is older than the node's own
+
+
+def _kept(node: NodeView, status: NodeStatus) -> NodeStatus:
+    """Return a new status, with what the last one knew better: lines that its log lacks, and how the node ended."""
+    last = node.status
+    status = replace(status, lost=status.lost or last.lost)
+    has_ended_otherwise = status.phase in ("exited", "lost") and status.phase != node.phase
+    if not node.has_ended or has_ended_otherwise:
+        return status
+    return replace(
+        status,
+        exit_code=last.exit_code,
+        ended_at=last.ended_at,
+        failure=last.failure,
+        where=last.where,
+        is_final=last.is_final,
+        is_cancelled=last.is_cancelled,
+    )
 
 
 def _fold_event(view: JobView, event: Event, now: float) -> None:

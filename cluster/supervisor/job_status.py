@@ -77,7 +77,7 @@ def state(record: JobRecord, view: JobView, now: float) -> str:
     verdict = job_state.judge(view, now, record.plan.job.timeout_s)
     if record.outcome or verdict in ("done", "failed"):
         return record.outcome or verdict
-    if any(node.silent for node in view.nodes):
+    if any(node.status.silent for node in view.nodes):
         return UNREACHABLE
     if verdict in ("joined", "stalled"):
         return "running"

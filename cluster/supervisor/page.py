@@ -264,13 +264,13 @@ def _nodes(plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: 
         if seen:
             # The launcher stops what still runs after a failure.
             is_stopped = has_ended and seen.phase == "ready"
-            phase, note = ("stopped", "") if is_stopped else (seen.phase, seen.silent or seen.note)
+            phase, note = ("stopped", "") if is_stopped else (seen.phase, seen.shown_note)
             step = f"{seen.progress.epoch or 0}/{seen.progress.step or 0}" if seen.progress else ""
             cells += [Markup('<span class="{}">{}</span>').format(_PHASES.get(phase, ""), phase), step, note]
         rows.append(cells)
-        usage = seen.usage if seen and not has_ended else None
+        usage = seen.status.usage if seen and not has_ended else None
         host = usage.host if usage else None
-        held = f"{(host.total - host.free) / 1e9:.1f}/{host.total / 1e9:.1f} GB" if host else ""
+        held = report.share(host.total - host.free, host.total) if host else ""
         for row in usage.ranks if usage else ():
             has_gpus = has_gpus or row.gpu is not None
             samples = [each[row.rank] for each in past if row.rank in each]
@@ -304,7 +304,7 @@ def _gpu_cells(row: RankUsage, samples: Sequence[RankUsage]) -> list[str]:
     if row.use is not None:
         use = _NOTHING + f"{row.use} %" + _line(samples, "use", 100)
     if row.memory is not None and row.memory_total is not None:
-        held = f"{row.memory / 1e9:.1f}/{row.memory_total / 1e9:.1f} GB"
+        held = report.share(row.memory, row.memory_total)
         memory = _NOTHING + held + _line(samples, "memory", row.memory_total)
     if row.temperature is not None:
         temperature = _NOTHING + f"{row.temperature} °C" + _line(samples, "temperature", 100)

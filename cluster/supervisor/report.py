@@ -69,7 +69,7 @@ def done(view: JobView, plan: Plan, cwd: str, launched_at: float) -> str:
 
     The time counts from the launch, with all earlier attempts.
     """
-    ended_at = max(node.ended_at or node.left_at or view.done_at or 0.0 for node in view.nodes)
+    ended_at = max(node.status.ended_at or node.left_at or view.done_at or 0.0 for node in view.nodes)
     first = f"done in {seconds(max(0.0, ended_at - launched_at))}"
     if plan.attempt > 1:
         first += f" (attempt {plan.attempt}: {seconds(max(0.0, ended_at - view.started))})"
@@ -83,7 +83,7 @@ def done(view: JobView, plan: Plan, cwd: str, launched_at: float) -> str:
 
 def lost_lines(view: JobView) -> str:
     """Return what the logs of a job lack, `but the log of node-0 lost 3 lines: No space left on device`, or ""."""
-    lost = [f"the log of {node.name} lost {node.lost}" for node in view.nodes if node.lost]
+    lost = [f"the log of {node.name} lost {node.status.lost}" for node in view.nodes if node.status.lost]
     return f"but {'; '.join(lost)}" if lost else ""
 
 
@@ -100,10 +100,10 @@ def logs_of(plan: Plan, *, every_rank: bool = False) -> list[str]:
 
 def overdue(node: NodeView) -> str:
     """Return a sentence about a node that is stopped because it did not exit when the job was done."""
-    if not node.leaving:
+    if not node.status.leaving:
         return f"{node.name}: its ranks did not exit after the job was done: stopping them"
-    is_one = len(node.leaving) == 1
-    who = f"rank {node.leaving[0]}" if is_one else f"ranks {', '.join(map(str, node.leaving))}"
+    is_one = len(node.status.leaving) == 1
+    who = f"rank {node.status.leaving[0]}" if is_one else f"ranks {', '.join(map(str, node.status.leaving))}"
     return f"{node.name}: {who} did not exit after the program's end: stopping {'it' if is_one else 'them'}"
 
 
@@ -120,11 +120,11 @@ def cause(view: JobView, verdict: Verdict) -> str:
     """
     if verdict == "failed":
         first = failing(view)[0]
-        silent = [node for node in view.nodes if node.silent]
+        silent = [node for node in view.nodes if node.status.silent]
         if is_secondary(first) and silent:  # not lost yet, but the only explanation
-            return f"{silent[0].name}: {silent[0].silent}"
+            return f"{silent[0].name}: {silent[0].status.silent}"
         return _failure(first)
-    if verdict == "stalled" and (ranks := [rank for node in view.nodes for rank in node.stall]):
+    if verdict == "stalled" and (ranks := [rank for node in view.nodes for rank in node.status.stall]):
         return _stall(ranks)
     if verdict == "stalled":
         where = position(view.progress) if view.progress else "the start"
@@ -139,13 +139,13 @@ def last_lines(view: JobView, verdict: Verdict, tails: Mapping[str, Iterable[str
     """Return the last log lines of the failed or late nodes, other ranks' failures, and the hint of the failure."""
     nodes = missing(view) if verdict == "late" else failing(view)[:1] or list(view.nodes)[:1]
     if verdict == "stalled" and any(
-        node.stall for node in view.nodes
+        node.status.stall for node in view.nodes
     ):  # `cause` says where, and the log has the stacks
         return []
     is_bad_input = exit_code(view, verdict) == contract.EXIT_BAD_INPUT
     lines = []
     for node in nodes:
-        failure, own = node.failure, _own_lines(node, tails[node.name])
+        failure, own = node.status.failure, _own_lines(node, tails[node.name])
         if not is_bad_input:  # its error is one line, and `cause` has it
             lines += [f"  {node.name} | {line}" for line in own or [_last_progress(node)]]
             others = (failure.others if failure else None) or ()
@@ -163,7 +163,7 @@ def exit_code(view: JobView, verdict: Verdict) -> int:
         return EXIT_FAILED
     if verdict != "failed":
         return EXIT_DONE
-    code = failing(view)[0].exit_code
+    code = failing(view)[0].status.exit_code
     return contract.EXIT_BAD_INPUT if view.says_ready and code == contract.EXIT_BAD_INPUT else EXIT_FAILED
 
 
@@ -193,21 +193,26 @@ def _stall(ranks: Sequence[StalledRank]) -> str:
 
 
 def _failure(node: NodeView) -> str:
-    if node.failure is not None:
-        rank = node.failure.rank
-        where = f" {node.where}" if node.where else ""
-        return f"{node.name}{where}: " + (f"rank {rank}: " if rank is not None else "") + node.failure.error
+    if node.status.failure is not None:
+        rank = node.status.failure.rank
+        where = f" {node.status.where}" if node.status.where else ""
+        return f"{node.name}{where}: " + (f"rank {rank}: " if rank is not None else "") + node.status.failure.error
     if node.phase == "lost":
         return f"{node.name}: lost: {node.note}"
     why = f": {node.note}" if node.note and not node.note.startswith("exit ") else ""
-    if why and node.is_final:  # it has not started, so that nothing of it has exited
+    if why and node.status.is_final:  # it has not started, so that nothing of it has exited
         return f"{node.name}{why}"
-    return f"{node.name}: exit {node.exit_code}{_SIGNALS.get(node.exit_code or 0, '')}{why}"
+    return f"{node.name}: exit {node.status.exit_code}{_SIGNALS.get(node.status.exit_code or 0, '')}{why}"
+
+
+def share(used: float, total: float) -> str:
+    """Format bytes of a total: `12.1/80.0 GB`."""
+    return f"{used / 1e9:.1f}/{total / 1e9:.1f} GB"
 
 
 def _own_lines(node: NodeView, tail: Iterable[str]) -> list[str]:
     """Return the last lines of the failed rank, or of the whole node if no rank is known."""
-    local_rank = node.failure.local_rank if node.failure else None
+    local_rank = node.status.failure.local_rank if node.status.failure else None
     if local_rank is None:
         return list(tail)[-LAST_LINES:]
     found = []

@@ -73,13 +73,13 @@ RULES = (
     Rule(
         "`scancel` ended the job",
         "no restart",
-        lambda ended: ended.first is not None and ended.first.is_cancelled,
+        lambda ended: ended.first is not None and ended.first.status.is_cancelled,
         "it was cancelled with scancel",
     ),
     Rule(
         "a pod can never start, for example because of a wrong image name or a missing Secret",
         "no restart",
-        lambda ended: ended.first is not None and ended.first.is_final,
+        lambda ended: ended.first is not None and ended.first.status.is_final,
         "it could not start, and another attempt could not, either",
     ),
     Rule(
@@ -121,7 +121,7 @@ RULES = (
     Rule(
         "the trainer wrote a checkpoint after a signal (exit code 75)",
         "restart on the same nodes",
-        lambda ended: ended.first is not None and ended.first.exit_code == contract.EXIT_RUN_ME_AGAIN,
+        lambda ended: ended.first is not None and ended.first.status.exit_code == contract.EXIT_RUN_ME_AGAIN,
         in_batch=queued.ENDED_WITH_CHECKPOINT,
     ),
     Rule(
@@ -152,7 +152,7 @@ def failures(record: JobRecord) -> list[Failure]:
 
 def _is_program_error(node: NodeView) -> bool:
     is_own = node.phase == "exited" and not is_secondary(node)
-    return is_own and node.exit_code not in (*_KILLED, contract.EXIT_RUN_ME_AGAIN)
+    return is_own and node.status.exit_code not in (*_KILLED, contract.EXIT_RUN_ME_AGAIN)
 
 
 def refusal(job: Job, view: JobView, verdict: Verdict, past: Sequence[Failure]) -> str:

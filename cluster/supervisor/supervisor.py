@@ -154,7 +154,7 @@ class Supervisor:
     def _check_network(self, view: JobView) -> None:
         """Raise UnreachableError if no machine of a lost attempt answers: it may be running well."""
         if all(node.unanswered_since is not None for node in view.nodes) and self._patience_s(view):
-            raise UnreachableError(f"{view.nodes[0].name}: {view.nodes[0].silent}")
+            raise UnreachableError(f"{view.nodes[0].name}: {view.nodes[0].status.silent}")
 
     def _candidates(self) -> tuple[Machine, ...]:
         """Return the machines that may run the next attempt."""
@@ -168,7 +168,7 @@ class Supervisor:
             self._update(requeued)
             Path(requeued.attempt_dir).mkdir(parents=True, exist_ok=True)
             return
-        lost = [node.name for node in view.nodes if node.silent]
+        lost = [node.name for node in view.nodes if node.status.silent]
         with ThreadPoolExecutor(1) as pool:
             stopping = pool.submit(self._cancel, lost)
             machines = ", ".join(lost) or "the machines"

@@ -79,7 +79,7 @@ class _Jobs(Collector):
                 if each.view.metric and (score := each.view.metric.score(key)) is not None:
                     gauge("job_score", "Score of the last epoch.", score, job=job, score=key)
             for node in each.view.nodes:
-                for row in node.usage.ranks if node.usage else ():
+                for row in node.ranks:
                     for key, (name, text, factor) in _RANK.items():
                         if (value := getattr(row, key)) is not None:
                             gauge(name, text, factor * value, job=job, node=node.name, rank=row.rank)

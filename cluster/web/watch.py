@@ -148,7 +148,7 @@ class PolledJob:
         if now - self._polled_at > _PAUSE_S:
             self._past = []
         self._polled_at = now
-        ranks = {row.rank: row for node in self.view.nodes if node.usage for row in node.usage.ranks}
+        ranks = {row.rank: row for node in self.view.nodes for row in node.ranks}
         if len(ranks) <= page.MOST_RANKS and ranks not in self._past[-1:]:
             self._past = [*self._past, ranks][-_SAMPLES:]
 

@@ -51,9 +51,9 @@ def joined():
 def test_a_machine_that_does_not_answer_may_return(joined):
     for now in (200.0, 259.0):
         assert judge(silent(joined, now), now, 60) == "joined"
-        assert joined.nodes[1].silent
+        assert joined.nodes[1].status.silent
     view = fold(joined, running(), [], 260.0)
-    assert (judge(view, 260.0, 60), view.nodes[1].silent) == ("joined", "")
+    assert (judge(view, 260.0, 60), view.nodes[1].status.silent) == ("joined", "")
     silent(view, 300.0)
     assert judge(silent(view, 361.0), 361.0, 60) == "failed"
     assert [node.name for node in failing(view)] == ["node-1"]

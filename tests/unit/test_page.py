@@ -200,7 +200,7 @@ def test_no_text_and_no_number_of_a_status_becomes_a_tag(record, outcome):
     view = replace(hostile(job_state.JobView), nodes=[replace(hostile(job_state.NodeView)) for _ in range(2)])
     if not outcome:
         view = replace(view, done=None)
-    past = [{each.rank: each for node in view.nodes for each in node.usage.ranks}] * 3
+    past = [{each.rank: each for node in view.nodes for each in node.status.usage.ranks}] * 3
     record = replace(record, outcome=outcome, detail=TAG, commit=TAG)
     shown = page.sections(record, page.Shown(TAG, TAG, TAG), view, 5000.0, is_live=True, past=past)
     assert shown.count("&lt;meta") >= 20

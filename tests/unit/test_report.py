@@ -165,7 +165,8 @@ def test_the_one_of_eight_busy_ranks_that_is_elsewhere_comes_first():
     late = {"collective": "", "call": "load", "place": "train.py:12", "busy": True}
     ranks = [StalledRank(rank, **(late if rank == 5 else polls)) for rank in range(8)]
     seen = job_state.start(PLAN, 9.0)
-    seen.nodes[0].stall, seen.nodes[1].stall = tuple(ranks[:4]), tuple(ranks[4:])
+    for node, stalled in zip(seen.nodes, (ranks[:4], ranks[4:]), strict=True):
+        node.status = replace(node.status, stall=tuple(stalled))
     assert report.cause(seen, "stalled") == (
         "no output, and busy at the same place: rank 5: load (train.py:12); "
         "ranks 0, 1, 2, 3, 4, 6, 7: main (train.py:40)"
