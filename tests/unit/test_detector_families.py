@@ -10,8 +10,8 @@ import torch
 from tests.unit.test_resume import assert_resumes
 from tests.unit.trainer_process import run
 from tests.unit.yolo_folder import squares
-from trainer.config import Hyp
-from trainer.detectors import FAMILIES, Limits, Parts, build, load_weights, read_cfg
+from trainer.config import FAMILIES, Hyp
+from trainer.detectors import Limits, Parts, build, load_weights, read_cfg
 from trainer.errors import TrainerError
 from trainer.models.torchvision_nets import MEAN, STD
 

@@ -18,7 +18,8 @@ from trainer.cli.train import train
 from trainer.cli.val import val
 from trainer.cli.verify import verify
 from trainer.cli.yolo import ANY_WORDS, yolo
-from trainer.config.presets import FAMILY_PRESETS, PRESETS, TASKS, Preset
+from trainer.config.families import named_families
+from trainer.config.presets import PRESETS, TASKS, Preset, family_presets
 from trainer.config.settings import option_of
 
 WITHOUT_VALUE = {"--resume": "last", "--cache": "ram"}  # the value of an option given without one, as in YOLOv5
@@ -47,7 +48,7 @@ def _defaults() -> str:
     `train --help` prints the first one.
     """
     tasks = {f"{task} {data}": preset for task in TASKS for data, preset in PRESETS[task].items()}
-    families = {f"--cfg {family}": presets[""] for family, presets in FAMILY_PRESETS.items()}
+    families = {f"--cfg {family}": family_presets(family)[""] for family in named_families()}
     return f"{_table('default of', tasks)}\n\n{_table('default of', families)}"
 
 

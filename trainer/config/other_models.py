@@ -2,7 +2,7 @@
 
 import re
 
-from trainer.config.presets import FAMILY_PRESETS
+from trainer.config.families import named_families
 from trainer.errors import TrainerError
 
 PAGE = "docs/how-to/from-ultralytics.md"
@@ -34,7 +34,7 @@ _OTHERS = {
 
 def known_models() -> str:
     """Return a text that lists what --cfg accepts for a detector."""
-    *families, last = FAMILY_PRESETS
+    *families, last = named_families()
     return (
         "yolov5n.yaml, yolov8n.yaml, yolo11n.yaml or yolo26n.yaml (n, s, m, l or x), your own file, or a model of "
         f"{', '.join(families)} or {last}, such as dfine-n"

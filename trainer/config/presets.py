@@ -1,12 +1,12 @@
 """Hyper-parameters, and the presets with the defaults of each task and dataset."""
 
 import math
-import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from trainer.config import yaml_file
+from trainer.config.families import family_of
 from trainer.config.faults import BadData
 
 BOXES, CLASSES, MASKS = "detect", "classify", "segment"
@@ -178,7 +178,7 @@ _DIGIT_QUERIES = replace(
 _TORCHVISION = Hyp(
     lr0=1e-4, momentum=0.9, weight_decay=0.05, nbs=0.0, warmup_epochs=1.0, warmup_bias_lr=0.0, mosaic=0.0
 )
-# Of families of detectors that do not train as YOLOv5 does, by data set.
+# Of detector families with a name, by data set. Optional: see `family_presets`.
 FAMILY_PRESETS: dict[str, dict[str, Preset]] = {
     "dfine": {
         "": Preset(imgsz=640, batch=32, epochs=72, optimizer="AdamW", hyp=_QUERIES),
@@ -205,18 +205,16 @@ FAMILY_PRESETS: dict[str, dict[str, Preset]] = {
 }
 
 
-def family_of(cfg: str) -> tuple[str, str]:
-    """Return the family and the model that --cfg names, such as ("dfine", "n"); ("", cfg) for a model file."""
-    if cfg.endswith((".yaml", ".yml")):
-        return "", cfg
-    family, _, model = re.sub("[:-]", " ", cfg, count=1).partition(" ")
-    return (family, model) if family in FAMILY_PRESETS else ("", cfg)
-
-
 def preset_for(data: str, task: str = "detect", cfg: str = "") -> Preset:
     """Return the preset for a task, a data set's name or path, and --cfg."""
-    presets = FAMILY_PRESETS.get(family_of(cfg)[0], PRESETS[task]) if task == "detect" else PRESETS[task]
+    family, _ = family_of(cfg)
+    presets = family_presets(family) if task == "detect" and family else PRESETS[task]
     return presets.get(data, presets[""])
+
+
+def family_presets(family: str) -> dict[str, Preset]:
+    """Return the presets of a detector family by data set; without its own, it has those of torchvision's detectors."""
+    return FAMILY_PRESETS.get(family, FAMILY_PRESETS["torchvision"])
 
 
 def load_hyp(path: str, base: Hyp) -> Hyp:

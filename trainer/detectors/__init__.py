@@ -1,4 +1,4 @@
-"""Detector families: networks that find boxes, with their losses. A family is a file here and a line in FAMILIES."""
+"""Detector families: networks that find boxes, with their losses. A family is a file and a line in FAMILIES."""
 
 import pkgutil
 from collections.abc import Callable
@@ -11,23 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from trainer.config import Hyp, Settings, family_of, traits_of
+from trainer.config import FAMILIES, Hyp, Settings, family_of, named_families, traits_of
 from trainer.errors import TrainerError
 from trainer.losses import Criterion
 from trainer.models.yolo import load_cfg
 from trainer.weights import checkpoint_file
-
-# A family's name, with which --cfg begins (torchvision:MODEL, dfine-SIZE), and the module with its function `build`,
-# which is imported when needed. The family without a name has model files. The defaults of a family's options are in
-# config/presets.py.
-FAMILIES = {
-    "": "trainer.detectors.yolo",
-    "torchvision": "trainer.detectors.torchvision_nets",
-    "dfine": "trainer.detectors.dfine",
-    "rtdetrv2": "trainer.detectors.rtdetrv2",
-    "detr": "trainer.detectors.detr",
-}
-
 
 EXTRAS = dict.fromkeys(("transformers", "huggingface_hub"), "clusterctl[transformers]")  # by package
 
@@ -78,8 +66,8 @@ class Parts:
     """What a family's `build` returns: all that the trainer asks of a detector.
 
     `model` takes images float32 (b, 3, h, w) in 0..1, whose sides are multiples of `stride` px. Its outputs are the
-    family's own: they go to `criterion`, or with the model and limits to `postprocess`, which returns the detections
-    of each image on the CPU, in pixels of the images.
+    family's own, and in bf16 or fp16 where the precision is: they go to `criterion`, or with the model and limits to
+    `postprocess`, which returns the detections of each image on the CPU, in pixels of the images.
     """
 
     model: nn.Module
@@ -143,7 +131,7 @@ def read_cfg(cfg: str) -> dict[str, Any]:
 
 def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build the detector of a description for `nc` classes; errors name its origin `where`."""
-    family = next((name for name in FAMILIES if name and name in cfg), "")
+    family = next((name for name in named_families() if name in cfg), "")
     made: Parts = _import(f"{FAMILIES[family]}:build", where)(cfg, nc=nc, where=where, hyp=hyp, imgsz=imgsz)
     return made
 

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +33,17 @@ class Detector:
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             raw = self._net(as_input(images.to(self.device, non_blocking=True)))
         middle = comm.now(self.device)
-        found = self._postprocess(self._net, raw, self.limits)
+        found = [in_full_precision(each) for each in self._postprocess(self._net, raw, self.limits)]
         self.network_s += middle - begin
         self.nms_s += time.perf_counter() - middle
         self.images += len(images)
         return found
+
+
+def in_full_precision(found: Detections) -> Detections:
+    """Return the detections in float32 if they are in bf16 or fp16, which NumPy and the metric cannot take."""
+    boxes, scores = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (found.boxes, found.scores))
+    return replace(found, boxes=boxes, scores=scores)
 
 
 def to_original(boxes: Tensor, pad: list[float], height: int, width: int) -> Tensor:

@@ -20,7 +20,8 @@ from transformers import AutoModelForObjectDetection
 from transformers.loss.loss_rt_detr import RTDetrHungarianMatcher, RTDetrLoss
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from trainer.detectors import FAMILIES, Detections, Limits, Parts, best_pairs
+from trainer.config import named_families
+from trainer.detectors import Detections, Limits, Parts, best_pairs
 from trainer.errors import TrainerError
 from trainer.losses import Criterion, ImageSize, Targets
 from trainer.weights import checkpoint_file
@@ -31,6 +32,8 @@ disable_progress_bar()
 set_verbosity_error()  # what matters in a snapshot is checked here
 
 HUB = "hf://"
+# Families whose snapshots can be loaded, by the hub's name; DETR's backbone would need timm.
+SNAPSHOTS = {"d_fine": "dfine", "rt_detr_v2": "rtdetrv2"}
 Labels = list[dict[str, Tensor]]  # of each image: class_labels int64 (n,), boxes (n, 4), cx cy w h normalised
 # The network's outputs that the loss needs: those of all layers, (b, layers, queries, values), and of the encoder.
 LAYERS = {
@@ -237,7 +240,7 @@ def postprocess(model: Any, outputs: dict[str, Tensor], limits: Limits) -> list[
 
 def describe(cfg: dict[str, Any], sizes: Mapping[str, dict[str, Any]], nc: int, where: str) -> dict[str, Any]:
     """Return the arguments of the library's configuration, from {family: a size, or a stored configuration}."""
-    family = next(name for name in FAMILIES if name in cfg)
+    family = next(name for name in named_families() if name in cfg)
     described = cfg[family]
     if isinstance(described, str):
         if described not in sizes:
@@ -275,10 +278,9 @@ def load_snapshot(weights: str) -> dict[str, Any]:
     folder = _fetch(weights) if weights.startswith(HUB) else Path(weights)
     config = _config(folder, where)
     kind = str(config.get("model_type"))
-    family = kind.replace("_", "")  # d_fine
-    known = [name for name in FAMILIES if name not in ("", "torchvision", "detr")]  # DETR's backbone would need timm
-    if family not in known:
-        raise TrainerError(f"{where}: config.json describes {kind!r}", f"the families are {', '.join(known)}")
+    if kind not in SNAPSHOTS:
+        raise TrainerError(f"{where}: config.json describes {kind!r}", f"use one of {', '.join(SNAPSHOTS.values())}")
+    family = SNAPSHOTS[kind]
     if not any(folder.glob("*.safetensors")):
         pickled = next((path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt*"))), "")
         reason = f": {pickled} is pickled, and could run code when it is loaded" if pickled else ""

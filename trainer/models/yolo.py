@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from trainer.config import imports, yaml_file
+from trainer.config.families import named_families
 from trainer.config.faults import BadData
 from trainer.config.other_models import known_models, other_model
-from trainer.config.presets import FAMILY_PRESETS
 from trainer.errors import TrainerError
 from trainer.models.blocks import CHANNEL_BLOCKS, PLAIN_BLOCKS, REPEATS_INSIDE, Concat, Conv
 from trainer.models.heads import HEADS, Detect, Head
@@ -105,7 +105,7 @@ def _models_like(cfg: str) -> str:
     if cfg.endswith((".pt", ".pth", ".safetensors")):
         return f"initial weights are another option: --weights {cfg}"
     family, mark, model = re.match(r"([^:_-]*)([:_-]?)(.*)", cfg.removesuffix(".yaml"), re.DOTALL).groups()  # type: ignore[union-attr]
-    named = difflib.get_close_matches(family.lower(), FAMILY_PRESETS, 1) if model else []
+    named = difflib.get_close_matches(family.lower(), named_families(), 1) if model else []
     near = [f"{name}{':' if mark == ':' else '-'}{model}" for name in named]
     near = near or difflib.get_close_matches(cfg, [path.name for path in Path(__file__).parent.glob("*.yaml")], 2)
     return f"did you mean {' or '.join(near)}? Models are {known_models()}" if near else f"use {known_models()}"

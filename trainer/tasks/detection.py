@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.config import FAMILY_PRESETS, Hyp, Settings, family_of, hyp_keys
+from trainer.config import Hyp, Settings, family_of, hyp_keys, named_families
 from trainer.config.imports import is_import_path
 from trainer.data.augment.device_painter import choose_painter
 from trainer.data.dataset import Dataset, NoImages
@@ -60,7 +60,7 @@ class Detection(Task):
 
     def _check_family(self, cfg: Mapping[str, Any]) -> None:
         """Raise TrainerError if --cfg does not name the family of the weights: its preset needs it."""
-        s, family = self._settings, next((name for name in FAMILY_PRESETS if name in cfg), "")
+        s, family = self._settings, next((name for name in named_families() if name in cfg), "")
         if family and family_of(s.cfg)[0] != family:
             model = cfg[family] if isinstance(cfg[family], str) else "..."
             name = f"{family}{':' if family == 'torchvision' else '-'}{model}"
