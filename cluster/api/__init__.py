@@ -108,11 +108,12 @@ def launch(
     if request.build:
         raise UsageError("build: only clusterctl builds images", "docker build, then image=NAME")
     request = replace(request, env=[*request.env, *(secrets or {})])
-    job, chosen, notes = launcher.resolve(request, machines(inventory, backend))
+    site = launcher.site(request, machines(inventory, backend))
+    job, notes = site.job(request)
     values = dict(secrets or {})
-    notes += [*launcher.visible_secrets(values), *launcher.unusable_spares(job, chosen)]
+    notes += [*launcher.visible_secrets(values), *launcher.unusable_spares(job, site.backend)]
     starter = launcher.Launcher(JobStore(), values, sends_secrets=request.send_secrets)
-    record, more = starter.launch(job, chosen, numbered=not request.name)
+    record, more = starter.launch(job, site.backend, numbered=not request.name)
     _note(*notes, *more)
     return Launched(record, values)
 

@@ -32,7 +32,7 @@ IMAGE = "Container image.  [default: the inventory's, or the one that `make imag
 app = typer.Typer(help="Copy the container image to the nodes, and compare it between nodes.", no_args_is_help=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ImageOptions(NodeOptions):
     """Options that choose a container image and nodes."""
 

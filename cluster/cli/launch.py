@@ -7,11 +7,12 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,21 +20,92 @@ from cluster.backends import BACKENDS
 from cluster.cli import options, streams
 from cluster.cli.console import console, print_line
 from cluster.cli.follow import follow, leave_behind, stop_interrupted
+from cluster.cli.options import LaunchOptions
 from cluster.cli.signals import hung_up, interrupted, on_interrupt
 from cluster.errors import UsageError, printable
 from cluster.spec.request import Request, option
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cluster.spec.model import Job, JobRecord, Plan, Step
+    from cluster.store import JobStore
+    from cluster.supervisor.launcher import Launcher, Site
+
 _VARIABLE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What `launch` and `plan` make of their options before they differ.
+
+    `options` are those of the job file and the command line together. `jobs` are one, or those of an array. `in_file`
+    are the secrets of --env-file, and `notes` are for the user.
+    """
+
+    options: LaunchOptions
+    site: Site
+    jobs: list[Job]
+    in_file: Mapping[str, str]
+    notes: list[str]
+
+    @property
+    def request(self) -> Request:
+        """The request, with the names of the secrets in --env-file."""
+        return _with_secrets(self.options, self.in_file)
+
+
+def _prepare(given: LaunchOptions) -> _Prepared:
+    """Return the site and the jobs of a launch. Raise UsageError for invalid options."""
+    from cluster.supervisor import launcher
+
+    in_file = read_secrets(given.env_file)
+    request = _with_secrets(given, in_file)
+    site = launcher.site(request, given.load(backend=given.backend))
+    if given.array:
+        jobs, notes = _array_jobs(given.array, request, site)
+    else:
+        job, notes = site.job(request)
+        jobs = [job]
+    return _Prepared(given, site, jobs, in_file, notes)
+
+
+def _with_secrets(given: LaunchOptions, in_file: Mapping[str, str]) -> LaunchOptions:
+    return replace(given, env=[*given.env, *in_file])
+
+
+def _array_jobs(path: str, request: Request, site: Site) -> tuple[list[Job], list[str]]:
+    """Return the jobs NAME-0, NAME-1, ... of an array, one for each line of a file, and notes.
+
+    Raises UsageError with the number of a bad line, or for a backend without job arrays.
+    """
+    from cluster.spec.shell_words import split
+
+    base, notes = site.job(request)
+    BACKENDS[site.backend].refuse("--array", BACKENDS)
+    jobs: list[Job] = []
+    hint = "write one line of arguments per job"
+    for number, line in enumerate(options.read_text(path, "--array ", hint).splitlines(), 1):
+        words = split(line, f"{path}:{number}", comments=True)
+        if not words:
+            continue
+        one = replace(request, name=f"{base.name}-{len(jobs)}")
+        if request.command:
+            one = replace(one, command=f"{request.command} {shlex.join(words)}")
+        else:
+            one = replace(one, arguments=[*request.arguments, *words])
+        job, _ = site.job(one)
+        jobs.append(job)
+    if not jobs:
+        raise UsageError(f"--array {path}: the file has no arguments", hint)
+    return jobs, notes
 
 
 @options.takes_options
 def launch(
     *,
     context: typer.Context,
-    request: Request,
-    inventory: options.NodeOptions,
-    array: options.ArrayOptions,
-    env_file: options.EnvFile = "",
+    given: LaunchOptions,
     logs: options.Logs = "master",
     detach: Annotated[
         bool,
@@ -56,94 +128,124 @@ def launch(
     machine or its Docker Engine does not answer (the job may still be running: clusterctl attach), 129 the terminal or
     the pipe was closed (the job continues), 130 interrupted.
     """
-    from cluster.cli.sync import progress
     from cluster.spec.duration import seconds
     from cluster.store import JobStore
-    from cluster.supervisor import gpu_queue, launcher
+    from cluster.supervisor import launcher
 
     wait_s = seconds(wait, "--wait") if wait else 0.0
-    request, inventory, array, env_file = options.with_job_file(context, request, inventory, array, env_file)
-    machines = inventory.load(backend=request.backend)
-    backend, _ = launcher.choose_backend(request.backend, machines)
-    # without the name, because a job that repeats it needs another
-    saved = job_text(replace(request, name=""), backend, inventory, env_file)
-    in_file = read_secrets(env_file)
-    request = replace(request, env=[*request.env, *in_file])
-    records, out = JobStore(), console()
-    without = (os.path.abspath(env_file),) if env_file else ()  # noqa: PTH100 (resolve() would follow links)
-    if array.array:
-        jobs, chosen, notes = array.jobs(request, machines)
-        if wait:
-            BACKENDS[chosen].refuse("--wait", BACKENDS)
-        starter = launcher.Launcher(records, secret_values(jobs[0].secrets, in_file), without, request.send_secrets)
-        notes += launcher.visible_secrets(starter.secrets)
-        submitted = starter.launch_array(jobs, chosen, array.array_limit)
-        notes += BACKENDS[chosen].notes(jobs[0])
-        first, last = submitted[0].plan.job_id, submitted[-1].plan.job_id
-        print_line(out, *notes, f"submitted {len(submitted)} jobs: {first} to {last}; to list them: clusterctl ps")
+    prepared = _prepare(options.with_job_file(context, given))
+    backend, first, records, out = BACKENDS[prepared.site.backend], prepared.jobs[0], JobStore(), console()
+    if wait:
+        backend.refuse("--wait", BACKENDS)
+    secrets = secret_values(first.secrets, prepared.in_file)
+    # A link is not followed: the file in the working directory is the link.
+    withheld = (os.path.abspath(prepared.options.env_file),) if prepared.options.env_file else ()  # noqa: PTH100
+    starter = launcher.Launcher(records, secrets, withheld, prepared.options.send_secrets)
+    if prepared.options.array:
+        _submit_array(prepared, starter, out)
         return
-    job, chosen, notes = launcher.resolve(request, machines)
-    starter = launcher.Launcher(records, secret_values(job.secrets, in_file), without, request.send_secrets)
+    _provide_image(prepared, push, out)
+    how = "clusterctl stop JOB (to list jobs: clusterctl ps --all)"
+    on_interrupt(out, f"exited before the job stopped; to stop it: {how}")
+    notes = [
+        *prepared.notes,
+        *launcher.visible_secrets(secrets),
+        *launcher.unusable_spares(first, backend.name),
+    ]
+    try:
+        record, more = _start(prepared, starter, wait_s, out)
+        notes += [*more, *_save(prepared, record)]
+        if detach:
+            _leave(record, records, secrets, notes, out)
+            return
+        notes.append("")
+        code = follow(record, records, out, logs, stop_on_interrupt=True, notes=notes, secrets=secrets)
+    except KeyboardInterrupt:
+        _interrupt(starter)
+        raise typer.Exit(interrupted()) from None
+    raise typer.Exit(code)
+
+
+def _submit_array(prepared: _Prepared, starter: Launcher, out: Console) -> None:
+    """Submit the jobs of an array, and print how to list them."""
+    from cluster.supervisor import launcher
+
+    submitted = starter.launch_array(prepared.jobs, prepared.site.backend, prepared.options.array_limit)
+    notes = [*prepared.notes, *launcher.visible_secrets(starter.secrets)]
+    notes += BACKENDS[prepared.site.backend].notes(prepared.jobs[0])
+    first, last = submitted[0].plan.job_id, submitted[-1].plan.job_id
+    print_line(out, *notes, f"submitted {len(submitted)} jobs: {first} to {last}; to list them: clusterctl ps")
+
+
+def _provide_image(prepared: _Prepared, push: bool, out: Console) -> None:
+    """Build the container image, and copy it to the nodes, if the options say so."""
+    (job,), build = prepared.jobs, prepared.options.build
     in_containers = [node for node in (*job.hosts, *job.spares) if node.in_container]
-    if request.build:
+    if build:
         from cluster.images import engine
 
-        engine.build(request.build, job.image)
+        engine.build(build, job.image)
     if push:
-        BACKENDS[chosen].refuse("--push", BACKENDS)
-    if push and not in_containers:
-        raise UsageError("--push: no remote node of this job needs the image", "omit it")
-    if in_containers and (push or request.build):
+        BACKENDS[prepared.site.backend].refuse("--push", BACKENDS)
+        if not in_containers:
+            raise UsageError("--push: no remote node of this job needs the image", "omit it")
+    if in_containers and (push or build):
         from cluster.cli.image import push_to
         from cluster.transport import parallel
 
         parallel.together(push_to(in_containers, job.image, out))
-    how = "clusterctl stop JOB (to list jobs: clusterctl ps --all)"
-    on_interrupt(out, f"exited before the job stopped; to stop it: {how}")
-    notes += launcher.visible_secrets(starter.secrets)
-    notes += launcher.unusable_spares(job, chosen)
-    try:
-        with progress(console(stderr=True)) as starter.report:
-            if wait:
-                say = functools.partial(print_line, out)
-                record, more = gpu_queue.launch_in_turn(starter, request, machines, wait_s, say)
-            else:
-                record, more = starter.launch(job, chosen, numbered=not request.name)
-        notes += more
-        try:
-            _write({Path(record.plan.run_dir, "job.yaml"): saved}, quiet=True)
-        except UsageError as error:  # the job runs
-            notes.append(error.message)
-        if detach:
-            from cluster.cli.display import header
 
-            notes += leave_behind(record, records, starter.secrets)
-            attach = f"clusterctl attach {record.plan.job_id}"
-            print_line(out, header(record.plan), *notes, f"running; to follow it: {attach}")
-            return
-        notes.append("")
-        code = follow(record, records, out, logs, stop_on_interrupt=True, notes=notes, secrets=starter.secrets)
-    except KeyboardInterrupt:
-        started, out = starter.started, console(stderr=streams.is_closed())
-        if started and hung_up() and not records.load(started.plan.job_id).outcome:
-            problems, job_id = leave_behind(started, records, starter.secrets), started.plan.job_id
-            print_line(out, *problems, f"detached; {job_id} keeps running. To stop it: clusterctl stop {job_id}")
-            raise typer.Exit(interrupted()) from None
-        if started:
-            stop_interrupted(started, records, out)
-        print_line(out, "Stopped. No processes remain.")
-        raise typer.Exit(interrupted()) from None
-    raise typer.Exit(code)
+
+def _start(prepared: _Prepared, starter: Launcher, wait_s: float, out: Console) -> tuple[JobRecord, list[str]]:
+    """Start the job, with `wait_s` when its turn for GPUs has come, and return its record, and notes."""
+    from cluster.cli.sync import progress
+    from cluster.supervisor import gpu_queue
+
+    (job,) = prepared.jobs
+    with progress(console(stderr=True)) as starter.report:
+        if wait_s:
+            say = functools.partial(print_line, out)
+            return gpu_queue.launch_in_turn(starter, prepared.request, prepared.site, wait_s, say)
+        return starter.launch(job, prepared.site.backend, numbered=not prepared.options.name)
+
+
+def _save(prepared: _Prepared, record: JobRecord) -> list[str]:
+    """Write job.yaml into the run directory. Return the problem if that is not possible: the job runs."""
+    # Without the name, because a job that repeats it needs another.
+    text = job_yaml(replace(prepared.options, name=""), prepared.site)
+    try:
+        _write({Path(record.plan.run_dir, "job.yaml"): text}, quiet=True)
+    except UsageError as error:
+        return [error.message]
+    return []
+
+
+def _leave(record: JobRecord, records: JobStore, secrets: Mapping[str, str], notes: list[str], out: Console) -> None:
+    """Leave a job to a background process, and print how to follow it."""
+    from cluster.cli.display import header
+
+    problems = leave_behind(record, records, secrets)
+    attach = f"clusterctl attach {record.plan.job_id}"
+    print_line(out, header(record.plan), *notes, *problems, f"running; to follow it: {attach}")
+
+
+def _interrupt(starter: Launcher) -> None:
+    """Stop a job after Ctrl-C; leave it to a background process if the terminal was closed."""
+    started, out, records = starter.started, console(stderr=streams.is_closed()), starter.records
+    if started and hung_up() and not records.load(started.plan.job_id).outcome:
+        problems, job_id = leave_behind(started, records, starter.secrets), started.plan.job_id
+        print_line(out, *problems, f"detached; {job_id} keeps running. To stop it: clusterctl stop {job_id}")
+        return
+    if started:
+        stop_interrupted(started, records, out)
+    print_line(out, "Stopped. No processes remain.")
 
 
 @options.takes_options
 def plan(
     *,
     context: typer.Context,
-    request: Request,
-    inventory: options.NodeOptions,
-    array: options.ArrayOptions,
-    env_file: options.EnvFile = "",
+    given: LaunchOptions,
     output: Annotated[
         str,
         typer.Option(
@@ -164,93 +266,136 @@ def plan(
     as_json: options.AsJson = False,
 ) -> None:
     """Print the files and commands of a launch, node by node, without launching anything."""
-    from cluster.agent import scripts
-    from cluster.supervisor import launcher
-
     if agent:
-        if output:
-            _write({Path(output): scripts.archive()})
-        elif sys.stdout.isatty():
-            hint = "clusterctl plan --agent -o agent.pyz; python3 -m zipfile -e agent.pyz FOLDER shows its source"
-            raise UsageError("--agent: an archive cannot be printed on a terminal", hint)
-        else:
-            sys.stdout.buffer.write(scripts.archive())
+        _write_agent(output)
         return
     if schema:
         from cluster.spec import job_file
 
         print(json.dumps(job_file.json_schema(BACKENDS), indent=1))
         return
-    request, inventory, array, env_file = options.with_job_file(context, request, inventory, array, env_file)
-    if save:
-        _, chosen, _ = launcher.resolve(request, inventory.load(backend=request.backend))  # refuses a wrong option
-        _write({Path(save): job_text(request, chosen, inventory, env_file)})
-        return
+    complete = options.with_job_file(context, given)
     if export:
-        from cluster.spec import exporters
-
-        secrets = list(read_secrets(env_file))
-        request = replace(request, env=[*request.env, *secrets])
-        text = exporters.export(request, launcher.local_machine(replace(request, device="cpu")), export)
-        if output:
-            _write({Path(output): text})
-        else:
-            print(text, end="")
+        _print(_exported(complete, export), output)
         return
-    if output and as_json:
+    if output and as_json and not save:
         raise UsageError("--json and -o cannot be used together", f"clusterctl plan --json ... > {output}")
-    request = replace(request, env=[*request.env, *read_secrets(env_file)])
-    machines = inventory.load(backend=request.backend)
-    if array.array:
-        jobs, chosen, notes = array.jobs(request, machines)
-        plans, submission = launcher.array_plan(jobs, chosen, array.array_limit)
-        steps = (submission, *(step for job_plan in plans for step in job_plan.steps))
-    else:
-        job, chosen, notes = launcher.resolve(request, machines)
-        plans = [launcher.plan(job, chosen)]
-        steps = plans[0].steps
-    for note in notes:
+    prepared = _prepare(complete)
+    if save:
+        _write({Path(save): job_yaml(prepared.options, prepared.site)})
+        return
+    plans, steps = _plans(prepared)
+    for note in prepared.notes:
         print(printable(note), file=sys.stderr)
     if as_json:
         values = [asdict(job_plan) for job_plan in plans]
-        print(json.dumps({"array": asdict(steps[0]), "plans": values} if array.array else values[0], indent=1))
+        print(json.dumps({"array": asdict(steps[0]), "plans": values} if complete.array else values[0], indent=1))
         return
     agents = list(dict.fromkeys(step.agent for step in steps if step.agent))
-    digest = hashlib.sha256(scripts.archive()).hexdigest()[:12]
-    for path in agents:
-        print(f"the agent: {path} (sha256 {digest}; clusterctl plan --agent -o FILE writes it)", file=sys.stderr)
-    files = [(step, path, text) for step in steps for path, text in step.files.items()]
+    _describe_agents(agents)
     if output:
-        texts: dict[Path, str | bytes] = {}
-        for step, path, text in files:
-            # The scripts of an array's jobs have one name, in folders of their own.
-            name = f"{Path(path).parts[-3]}.sbatch" if array.array and step.agent else Path(path).name
-            texts[Path(output) if len(files) == 1 else Path(output, name)] = text
-        if not any(each.login for each in plans[0].machines):  # the plan's files can then be run by hand
-            texts |= {Path(path): scripts.archive() for path in agents}
-        _write(texts)
-        return
+        # With nodes on this machine alone, the plan's files can then be run by hand.
+        is_here = not any(machine.login for machine in plans[0].machines)
+        _write_plan(steps, agents if is_here else [], output, is_array=bool(complete.array))
+    else:
+        _print_plan(steps)
+
+
+def _write_agent(output: str) -> None:
+    """Write the agent's archive to a file, or to a pipe."""
+    from cluster.agent import scripts
+
+    if output:
+        _write({Path(output): scripts.archive()})
+    elif sys.stdout.isatty():
+        hint = "clusterctl plan --agent -o agent.pyz; python3 -m zipfile -e agent.pyz FOLDER shows its source"
+        raise UsageError("--agent: an archive cannot be printed on a terminal", hint)
+    else:
+        sys.stdout.buffer.write(scripts.archive())
+
+
+def _exported(given: LaunchOptions, to: str) -> str:
+    """Return the task file of another launcher."""
+    from cluster.spec import exporters
+    from cluster.supervisor import launcher
+
+    request = _with_secrets(given, read_secrets(given.env_file))
+    return exporters.export(request, launcher.local_machine(replace(request, device="cpu")), to)
+
+
+def _print(text: str, output: str) -> None:
+    """Print a text, or write it to a file if one is named."""
+    if output:
+        _write({Path(output): text})
+    else:
+        print(text, end="")
+
+
+def _plans(prepared: _Prepared) -> tuple[list[Plan], list[Step]]:
+    """Return the plans of the jobs, and all steps. The first step of an array submits it."""
+    from cluster.supervisor import launcher
+
+    if not prepared.options.array:
+        (job,) = prepared.jobs
+        made = launcher.plan(job, prepared.site.backend)
+        return [made], [*made.steps]
+    plans, submission = launcher.array_plan(prepared.jobs, prepared.site.backend, prepared.options.array_limit)
+    return plans, [submission, *(step for made in plans for step in made.steps)]
+
+
+def _describe_agents(paths: Sequence[str]) -> None:
+    """Print where the agent will be, and how to see it."""
+    from cluster.agent import scripts
+
+    digest = hashlib.sha256(scripts.archive()).hexdigest()[:12] if paths else ""
+    for path in paths:
+        print(f"the agent: {path} (sha256 {digest}; clusterctl plan --agent -o FILE writes it)", file=sys.stderr)
+
+
+def _write_plan(steps: Sequence[Step], agents: Sequence[str], output: str, *, is_array: bool) -> None:
+    """Write the files of a plan into the folder `output`, or a single one to that path, and the agents to theirs."""
+    from cluster.agent import scripts
+
+    files = [(step, path, text) for step in steps for path, text in step.files.items()]
+    texts: dict[Path, str | bytes] = {}
+    for step, path, text in files:
+        # The scripts of an array's jobs have one name, in folders of their own.
+        name = f"{Path(path).parts[-3]}.sbatch" if is_array and step.agent else Path(path).name
+        texts[Path(output) if len(files) == 1 else Path(output, name)] = text
+    _write(texts | {Path(path): scripts.archive() for path in agents})
+
+
+def _print_plan(steps: Sequence[Step]) -> None:
+    """Print the files of a plan, each below its path if there are several."""
+    files = [(step, path, text) for step in steps for path, text in step.files.items()]
     for step, path, text in files:
         if len(files) > 1:
             print(f"# ---- {step.place}: {path}")
         print(text, end="" if text.endswith("\n") else "\n")
 
 
-def job_text(request: Request, backend: str, inventory: options.NodeOptions, env_file: str) -> str:
+def job_yaml(given: LaunchOptions, site: Site) -> str:
     """Return the job file of these options, with absolute paths, so that it works from every folder."""
     from cluster.spec.job_text import write
     from cluster.spec.resolver import absolute_paths
     from cluster.spec.traits import on_this_machine
-    from cluster.supervisor import launcher
 
-    more = {key: str(getattr(inventory, key)) for key in ("hosts", "hostfile", "ssh_config", "only")}
-    more |= {"inventory": "", "env_file": env_file}
-    if not (on_this_machine(request.backend, BACKENDS) or more["hosts"] or more["hostfile"]):
-        more["inventory"] = inventory.inventory or ("cluster.yaml" if Path("cluster.yaml").exists() else "")
-    for key in ("inventory", "hostfile", "ssh_config", "env_file"):
-        more[key] = more[key] and os.path.abspath(Path(more[key]).expanduser())  # noqa: PTH100
-    here = launcher.local_machine(replace(request, device="cpu"))
-    return write(absolute_paths(request, here), backend, more, BACKENDS)
+    inventory = ""
+    if not (on_this_machine(given.backend, BACKENDS) or given.hosts or given.hostfile):
+        inventory = given.inventory or ("cluster.yaml" if Path("cluster.yaml").exists() else "")
+    with_paths = replace(
+        absolute_paths(given, site.here),
+        inventory=_absolute(inventory),
+        hostfile=_absolute(given.hostfile),
+        ssh_config=_absolute(given.ssh_config),
+        env_file=_absolute(given.env_file),
+    )
+    return write(with_paths, site.backend, BACKENDS)
+
+
+def _absolute(path: str) -> str:
+    """Return the absolute path of a file, "" for none. A link is not followed: it may later lead elsewhere."""
+    return path and os.path.abspath(Path(path).expanduser())  # noqa: PTH100
 
 
 def _write(texts: Mapping[Path, str | bytes], *, quiet: bool = False) -> None:

@@ -6,14 +6,15 @@ import shlex
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_type_hints
 
 import typer
 
 from cluster.backends import BACKENDS, SUMMARIES
 from cluster.errors import UsageError
-from cluster.spec.model import Inventory, Job
-from cluster.spec.request import HERE_AND_AUTO, Request, option
+from cluster.spec import request
+from cluster.spec.model import Inventory
+from cluster.spec.request import HERE_AND_AUTO, MachineOptions
 from cluster.store import JobStore
 
 
@@ -32,6 +33,8 @@ def _backend_names(incomplete: str) -> list[str]:
     return [name for name in ("auto", "here", *BACKENDS) if name.startswith(incomplete)]
 
 
+#: The endings by which a first argument is a job file.
+JOB_FILE_ENDINGS = (".yaml", ".yml")
 JobName = Annotated[
     str, typer.Argument(metavar="JOB", help="The job's name, as in `clusterctl ps`.", autocompletion=_job_names)
 ]
@@ -39,27 +42,14 @@ JobNames = Annotated[
     list[str] | None,
     typer.Argument(metavar="[JOB]...", help="Names of jobs, as in `clusterctl ps`.", autocompletion=_job_names),
 ]
-# Headings of `launch --help-all`
-_MACHINES = "Machines"
-_ARRAY = "Slurm"
-_OTHER = "The program and its container"
-_INVENTORY = "Inventory of machines.  [default: cluster.yaml, if it exists]"
-InventoryFile = Annotated[str, option("--inventory", "-i", metavar="FILE", help=_INVENTORY)]
-Hostfile = Annotated[
-    str,
-    option(
-        metavar="FILE",
-        help="Hostfile of DeepSpeed or MPI (worker-1 slots=4) to use instead of an inventory.",
-        rich_help_panel=_MACHINES,
-    ),
-]
-SshConfig = Annotated[
-    str,
-    option(metavar="FILE", help="SSH configuration to use instead of ~/.ssh/config.", rich_help_panel=_MACHINES),
-]
-EnvFile = Annotated[
-    str, option(metavar="FILE", help="File of secrets, one NAME=VALUE per line.", rich_help_panel=_OTHER)
-]
+# Single options of groups, for commands that take no others of the group.
+if TYPE_CHECKING:
+    InventoryFile: TypeAlias = str
+    Hostfile: TypeAlias = str
+    SshConfig: TypeAlias = str
+else:
+    _HINTS = get_type_hints(MachineOptions, include_extras=True)
+    InventoryFile, Hostfile, SshConfig = _HINTS["inventory"], _HINTS["hostfile"], _HINTS["ssh_config"]
 Backend = Annotated[
     str,
     typer.Option(
@@ -76,26 +66,9 @@ Logs = Annotated[Literal["master", "all"], typer.Option(help="Show the log of th
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@dataclass
-class NodeOptions:
+@dataclass(frozen=True)
+class NodeOptions(MachineOptions):
     """Options that choose machines."""
-
-    inventory: InventoryFile = ""
-    hosts: Annotated[
-        str,
-        option(
-            metavar="A,B",
-            help="Machines to use instead of an inventory.\n\n[USER@]HOST[:PORT], or names from ~/.ssh/config.",
-        ),
-    ] = ""
-    hostfile: Hostfile = ""
-    ssh_config: SshConfig = ""
-    only: Annotated[
-        str,
-        option(
-            metavar="A,B", help="Use only these machines of the inventory, by name or label.", rich_help_panel=_MACHINES
-        ),
-    ] = ""
 
     def load(self, *, complete: bool = True, backend: str = "auto") -> Inventory | None:
         """Return the chosen inventory, or None if the options name none and there is no cluster.yaml.
@@ -117,46 +90,9 @@ class NodeOptions:
         return found
 
 
-@dataclass
-class ArrayOptions:
-    """Options of a job array."""
-
-    array: Annotated[
-        str,
-        option(
-            metavar="FILE",
-            help="Submit one job per line of FILE, which is appended to the arguments on the command line.",
-            rich_help_panel=_ARRAY,
-        ),
-    ] = ""
-    array_limit: Annotated[
-        int,
-        typer.Option(metavar="N", min=1, help="How many jobs of the array may run at once.", rich_help_panel=_ARRAY),
-    ] = 256
-
-    def jobs(self, request: Request, machines: Inventory | None) -> tuple[list[Job], str, list[str]]:
-        """Return the jobs NAME-0, NAME-1, ..., their backend, and notes.
-
-        Raises UsageError with the number of a bad line, or for a backend without job arrays.
-        """
-        from cluster.spec.shell_words import split
-        from cluster.supervisor import launcher
-
-        base, chosen, notes = launcher.resolve(request, machines)
-        BACKENDS[chosen].refuse("--array", BACKENDS)
-        jobs: list[Job] = []
-        text = read_text(self.array, "--array ", "write one line of arguments per job")
-        for nth, line in enumerate(text.splitlines(), 1):
-            words = split(line, f"{self.array}:{nth}", comments=True)
-            if not words:
-                continue
-            one: dict[str, Any] = {"arguments": [*request.arguments, *words]}
-            if request.command:
-                one = {"command": f"{request.command} {shlex.join(words)}"}
-            jobs.append(launcher.resolve(replace(request, name=f"{base.name}-{len(jobs)}", **one), machines)[0])
-        if not jobs:
-            raise UsageError(f"--array {self.array}: the file has no arguments", "write one line of arguments per job")
-        return jobs, chosen, notes
+@dataclass(frozen=True)
+class LaunchOptions(NodeOptions, request.LaunchOptions):
+    """All options of a job, which a job file may have, too."""
 
 
 def read_text(path: str, option: str = "", hint: str = "check the path") -> str:
@@ -167,18 +103,16 @@ def read_text(path: str, option: str = "", hint: str = "check the path") -> str:
         raise UsageError(f"{option}{path}: {getattr(error, 'strerror', 'not UTF-8 text')}", hint) from error
 
 
-def with_job_file(
-    context: typer.Context, request: Request, nodes: NodeOptions, array: ArrayOptions, env_file: str
-) -> tuple[Request, NodeOptions, ArrayOptions, str]:
+def with_job_file(context: typer.Context, given: LaunchOptions) -> LaunchOptions:
     """Return the options with the values of the job file that is the first argument, if one is.
 
     An option on the command line overrides its key; what may be repeated is added to it. Raises UsageError.
     """
-    if not request.arguments[:1] or not request.arguments[0].endswith((".yaml", ".yml")):
-        return request, nodes, array, env_file
+    if not given.arguments[:1] or not given.arguments[0].endswith(JOB_FILE_ENDINGS):
+        return given
     from cluster.spec import job_file
 
-    path, *rest = request.arguments
+    path, *rest = given.arguments
     text = read_text(path, hint="check the path of the job file; arguments for the trainer follow after --")
     values = job_file.read(text, path, BACKENDS)
     sources = {name: context.get_parameter_source(name) for name in context.params}
@@ -188,17 +122,11 @@ def with_job_file(
     elif "command" in values:
         values["command"] = shlex.join([*shlex.split(values["command"]), *rest])
         rest = []
-    arguments = [*values.pop("arguments", []), *rest]
-
-    def merged(group: Any) -> Any:
-        found = {each.name: values[each.name] for each in fields(group) if each.name in values}
-        for name in found.keys() & typed:
-            value = getattr(group, name)
-            found[name] = [*found[name], *value] if isinstance(value, list) else value
-        return replace(group, **found)
-
-    request = replace(merged(request), arguments=arguments)
-    return request, merged(nodes), merged(array), env_file or values.get("env_file", "")
+    values["arguments"] = [*values.get("arguments", []), *rest]
+    for name in values.keys() & typed - {"arguments"}:
+        value = getattr(given, name)
+        values[name] = [*values[name], *value] if isinstance(value, list) else value
+    return replace(given, **values)
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -2,65 +2,33 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields
 from typing import Any
 
 import yaml
 
-from cluster.spec.request import Request
+from cluster.spec.request import LaunchOptions, keyed
 from cluster.spec.traits import Table, Traits
 
-#: The keys of `job_file.JobFile`, in their order.
-KEYS = (
-    *(
-        "name",
-        "nodes",
-        "gpus",
-        "command",
-        "args",
-        "workdir",
-        "send_secrets",
-        "prologue",
-        "setup",
-        "image",
-        "build",
-        "backend",
-        "device",
-    ),
-    *("env", "secrets", "env_file", "mounts", "run_options", "array", "array_limit", "spares", "max_restarts"),
-    *("rendezvous_timeout", "stall_timeout", "grace", "master_port", "run_dir", "python"),
-    *("inventory", "hosts", "hostfile", "ssh_config", "only"),
-)
-#: Keys with another name than the option's parameter.
-PARAMETERS = {
-    "args": "arguments",
-    "run_dir": "run_root",
-    "rendezvous_timeout": "timeout_s",
-    "stall_timeout": "stall_timeout_s",
-}
+#: The key of the variables of --env that have a value, and the key of the names of the others.
+ENV, SECRETS = "env", "secrets"
 _HEAD = "# clusterctl launch FILE runs this job. Relative paths are relative to the current folder.\n"
 
 
-def write(request: Request, backend: str, more: Mapping[str, str], table: Table) -> str:
-    """Return the job file of a request for a backend; `more` has keys that no request has (inventory, env_file)."""
-    keys = {PARAMETERS.get(key, key): key for key in KEYS}
-    given = [(each, getattr(request, each.name)) for each in fields(request) if each.name in keys]
-    found = {keys[each.name]: value for each, value in given if value not in (each.default, [], "")}
-    if request.nodes.isdecimal():
-        found["nodes"] = int(request.nodes)
-    if "gpus" in found and found["gpus"] != "all":
-        numbers = [int(number) for number in found["gpus"].split(",")]
-        found["gpus"] = numbers if numbers[1:] else numbers[0]
-    env = [text.partition("=") for text in request.env]
-    sections = {name: request.given_settings(name, table, unnamed=name == backend) for name in table}
-    found |= {
-        "env": {name: value for name, mark, value in env if mark},
-        "secrets": [name for name, mark, _ in env if not mark],
-        **{name: _section(settings, table[name]) for name, settings in sections.items() if settings},
-        **more,
-    }
-    ordered = {key: found[key] for key in (*KEYS, *table) if found.get(key) not in (None, "", [], {})}
-    return _HEAD + yaml_text(ordered)
+def write(options: LaunchOptions, backend: str, table: Table) -> str:
+    """Return the job file of these options for a backend."""
+    values: dict[str, Any] = {}
+    for each in keyed():
+        value = getattr(options, each.field)
+        if each.key_name == ENV:
+            variables = [text.partition("=") for text in options.env]
+            values[ENV] = {name: text for name, mark, text in variables if mark}
+            values[SECRETS] = [name for name, mark, _ in variables if not mark]
+        elif value != each.default:
+            values[each.key_name] = each.key.write(value)
+    for name in table:
+        if settings := options.given_settings(name, table, unnamed=name == backend):
+            values[name] = _section(settings, table[name])  # which imports the backend
+    return _HEAD + yaml_text({key: value for key, value in values.items() if value not in (None, "", [], {})})
 
 
 def yaml_text(values: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from cluster.runtimes import RUNTIMES
 from cluster.spec.counts import Procs
 from cluster.spec.environment import PASS_ENV
 from cluster.spec.mount import Mount
+from cluster.spec.request import UnchangedOptions
 
 Device = Literal["cpu", "cuda", "any"]
 #: The index of a GPU in the order of nvidia-smi, or the UUID of a MIG slice, which jobs use and lock like a GPU.
@@ -116,7 +117,7 @@ class Inventory:
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(UnchangedOptions):
     """A job: torchrun runs `command` on `nodes` nodes. `procs` are the processes of each, from `procs_per_node`.
 
     `run_root` has one folder per job; `image` is "" if no node runs in a container. `says_ready`: the program writes
@@ -147,7 +148,6 @@ class Job:
     workdir: str = ""
     copies_workdir: bool = False
     prologue: str = ""
-    setup: str = ""
     setup_key: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     pass_env: tuple[str, ...] = PASS_ENV
@@ -155,7 +155,6 @@ class Job:
     mounts: tuple[Mount, ...] = ()
     run_options: tuple[str, ...] = ()
     port: int = 0
-    timeout_s: float = 300.0
     says_ready: bool = True
     gpus: tuple[Gpu, ...] = ()
     hosts: tuple[Machine, ...] = ()

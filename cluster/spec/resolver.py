@@ -1,8 +1,8 @@
 """Completes the options of a launch to a Job, from the inventory and this machine. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar, cast
 
 from cluster import contract
 from cluster.errors import UsageError, near_or_all
@@ -15,10 +15,12 @@ from cluster.spec.job_name import default_name, stem
 from cluster.spec.model import Device, Inventory, Job, Machine, Queue
 from cluster.spec.mount import Mount
 from cluster.spec.paths import absolute
-from cluster.spec.request import Request
+from cluster.spec.request import DEVICES, Request, UnchangedOptions, declared
 from cluster.spec.setup_key import setup_key
 from cluster.spec.shell_words import split
 from cluster.spec.traits import Table, Traits
+
+Request_ = TypeVar("Request_", bound=Request)
 
 DEFAULT_RESTARTS = 3
 DEFAULT_STALL_TIMEOUT_S = 300.0
@@ -71,6 +73,7 @@ def job(
     job_env = {**(inventory.env if inventory else {}), **variables}
     prologue = "\n".join(filter(None, [inventory.prologue if inventory else "", request.prologue]))
     new = Job(
+        **{each.name: getattr(request, each.name) for each in fields(UnchangedOptions)},
         name=request.name or "job",
         command=program.command,
         nodes=placement.nodes,
@@ -83,7 +86,6 @@ def job(
         workdir=program.workdir if request.command or backend.in_containers is False else "",
         copies_workdir=program.copies_workdir,
         prologue=prologue,
-        setup=request.setup,
         setup_key=setup_key(request.setup, prologue, job_env, program.workdir, here),
         env=job_env,
         pass_env=_pass_env(here, backend, inventory),
@@ -91,7 +93,6 @@ def job(
         mounts=_mounts(program, backend, inventory),
         run_options=_run_options(request, placement.machines),
         port=port.parse(request.master_port),
-        timeout_s=request.timeout_s,
         says_ready=not request.command,
         gpus=_shared_gpus(here, placement),
         hosts=placement.hosts,
@@ -105,7 +106,7 @@ def job(
     return (new if request.name else replace(new, name=default_name(new))), notes
 
 
-def absolute_paths(request: Request, here: Here) -> Request:
+def absolute_paths(request: Request_, here: Here) -> Request_:
     """Return the request with absolute paths of its files and folders. Raise UsageError for an invalid one."""
     mounts = [mount.parse(text, here.cwd) for text in request.mounts]
     arguments, _ = trainer_arguments.with_paths(request.arguments, here, mounts)
@@ -235,12 +236,13 @@ def _queue(request: Request, backend: Traits, table: Table, inventory: Inventory
 
 
 def _refuse_unsupported(request: Request, backend: Traits, table: Table, *, is_range: bool) -> None:
-    """Raise UsageError for an option that the backend does not support."""
+    """Raise UsageError for an option that the backend does not support, and some other backend does."""
     if is_range:
         backend.refuse("--nodes MIN:MAX", table, f"--nodes {request.nodes}")
-    for name, option in {"partition": "", "account": "", "qos": "", "time_limit": "--time"}.items():
-        if getattr(request, name):
-            backend.refuse(option or f"--{name}", table)
+    for option in declared(Request):
+        value = getattr(request, option.field)
+        if value and value != option.default and not option.is_everywhere:
+            backend.refuse(option.flag, table)
     for name in request.given_settings(backend.name, table):
         backend.refuse("--set", table, f"--set {name}")
     for text in request.settings:
@@ -248,16 +250,6 @@ def _refuse_unsupported(request: Request, backend: Traits, table: Table, *, is_r
             hint = f"give it a value: --set {text}=VALUE"
             hint += f"; an option that takes none: --set {text}=" if backend.flags else ""
             raise UsageError(f"--set {text}: expected KEY=VALUE", hint)
-    given = {
-        "--run-option": request.run_options,
-        "--prologue": request.prologue,
-        "--spares": request.spares,
-        "--image": request.image,
-        "--mount": request.mounts,
-        "--build": request.build,
-    }
-    for option in (option for option, value in given.items() if value):
-        backend.refuse(option, table)
     if request.spares < 0:
         raise UsageError(f"--spares {request.spares}: must be at least 0")
 
@@ -305,8 +297,8 @@ def _device(
     request: Request, here: Here, nodes: int, procs: Procs, inventory: Inventory | None, queue: Queue | None
 ) -> tuple[Device, list[str]]:
     """Return the device of the ranks, and notes. `auto` is the inventory's device, or what this machine has."""
-    if request.device not in ("auto", "cpu", "cuda", "any"):
-        raise UsageError(f"--device {request.device}: unknown", "use one of: auto, cpu, cuda, any")
+    if request.device not in DEVICES:
+        raise UsageError(f"--device {request.device}: unknown", f"use one of: {', '.join(DEVICES)}")
     device = cast(Device, "cuda" if request.device == "auto" else request.device)
     notes = []
     if request.device == "auto" and inventory is not None:

@@ -333,7 +333,7 @@ def _translate(error: Any, model: type[Keys], source: Source) -> UsageError:
     kind, given, context = error["type"], error["input"], error.get("ctx", {})
     raised = context.get("error")
     if isinstance(raised, UsageError):
-        return source.error(key, re.sub(r"^--(mount|set|nodes|gpus|grace) ", "", raised.message), raised.hint)
+        return source.error(key, re.sub(r"^--[a-z-]+ ", "", raised.message), raised.hint)
     problem, hint = f"{given!r}: {error['msg'][0].lower()}{error['msg'][1:]}", ""
     if kind == "extra_forbidden":
         known = list(model_at(model, key[:-1]).model_fields)

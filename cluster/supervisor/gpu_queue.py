@@ -14,7 +14,7 @@ from dataclasses import replace
 from cluster.agent import scripts
 from cluster.backends import BACKENDS
 from cluster.errors import ClusterError, GpusHeldError, LaunchError, UnreachableError, UsageError
-from cluster.spec.model import Gpu, Inventory, Job, JobRecord, Machine, this_machine
+from cluster.spec.model import Gpu, Job, JobRecord, Machine, this_machine
 from cluster.spec.request import Request
 from cluster.supervisor import launcher
 from cluster.transport import Completed, parallel, reach
@@ -119,7 +119,7 @@ def machines_for(job: Job, nodes: Sequence[Machine], free: Sequence[Machine]) ->
 def launch_in_turn(
     starter: launcher.Launcher,
     request: Request,
-    inventory: Inventory | None,
+    site: launcher.Site,
     wait_s: float,
     note: Callable[[str], None],
 ) -> tuple[JobRecord, list[str]]:
@@ -133,10 +133,10 @@ def launch_in_turn(
         LaunchError: There were not enough free GPUs in time.
         UsageError: The job cannot wait for GPUs, or its files cannot be sent.
     """
-    job, backend, _ = launcher.resolve(request, inventory)
-    BACKENDS[backend].refuse("--wait", BACKENDS)
-    here = this_machine(launcher.local_machine(request, backend).gpus)
-    nodes = inventory.machines if job.hosts and inventory else [here]
+    BACKENDS[site.backend].refuse("--wait", BACKENDS)
+    job, _ = site.job(request)
+    inventory = site.inventory if job.hosts else None
+    nodes = inventory.machines if inventory else [this_machine(site.here.gpus)]
     if not all(node.gpus for node in nodes):
         raise UsageError("--wait: the job uses no GPUs", "omit --wait, or set gpus of the nodes in cluster.yaml")
     starter.check_sources(job)  # before the wait, which may take hours
@@ -145,12 +145,13 @@ def launch_in_turn(
     try:
         while True:
             free = queue.wait(job, until, note)
-            if job.hosts and inventory:
-                job, _, _ = launcher.resolve(request, replace(inventory, machines=tuple(free)))
+            if inventory:
+                free_site = replace(site, inventory=replace(inventory, machines=tuple(free)))
             else:
-                job, _, _ = launcher.resolve(request, inventory, free[0].gpus)
+                free_site = site.with_gpus(free[0].gpus)
+            job, _ = free_site.job(request)
             try:
-                return starter.launch(job, backend, numbered=not request.name)
+                return starter.launch(job, site.backend, numbered=not request.name)
             except GpusHeldError as error:  # by a launcher without --wait, at the same moment
                 note(error.message)
     finally:

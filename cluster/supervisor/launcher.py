@@ -75,19 +75,33 @@ def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str
     return fallback.name, f"no containers: {how}: {why}"
 
 
-def resolve(
-    request: Request, inventory: Inventory | None, gpus: Sequence[Gpu] | None = None
-) -> tuple[Job, str, list[str]]:
-    """Return the job of a request, its backend, and notes for the user. `gpus` are the usable ones of this machine.
+@dataclass(frozen=True)
+class Site:
+    """Where the jobs of a launch run, and what was found out about it: asked once, because it asks the engine.
 
-    Raises UsageError if the request is contradictory.
+    `here` is this machine, and `notes` are for the user.
     """
-    chosen, note = choose_backend(request.backend, inventory)
-    here = local_machine(request, chosen)
-    here = here if gpus is None else replace(here, gpus=tuple(gpus))
-    job, notes = resolver.job(request, here, BACKENDS[chosen], BACKENDS, inventory)
-    _check_encoding("", asdict(job))
-    return job, chosen, [*([note] if note else []), *notes]
+
+    backend: str
+    inventory: Inventory | None
+    here: Here
+    notes: tuple[str, ...] = ()
+
+    def job(self, request: Request) -> tuple[Job, list[str]]:
+        """Return the job of a request, and notes for the user. Raise UsageError if the request is contradictory."""
+        job, notes = resolver.job(request, self.here, BACKENDS[self.backend], BACKENDS, self.inventory)
+        _check_encoding("", asdict(job))
+        return job, [*self.notes, *notes]
+
+    def with_gpus(self, gpus: Sequence[Gpu]) -> Site:
+        """Return the site with only these GPUs of this machine."""
+        return replace(self, here=replace(self.here, gpus=tuple(gpus)))
+
+
+def site(request: Request, inventory: Inventory | None) -> Site:
+    """Return where the jobs of a request run. Raise UsageError for a wrong backend."""
+    backend, note = choose_backend(request.backend, inventory)
+    return Site(backend, inventory, local_machine(request, backend), (note,) if note else ())
 
 
 def _check_encoding(name: str, value: object) -> None:

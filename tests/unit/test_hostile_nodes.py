@@ -88,7 +88,7 @@ class Screens:
         words += [*report.last_lines(view, verdict, tails), report.done(view, self.plan, "/", NOW)]
         words += [report.overdue(node) for node in view.nodes]
         restarts.refusal(self.record.job, view, verdict, [words[1]])
-        used = [node.usage for node in view.nodes if node.usage]
+        used = [node.status.usage for node in view.nodes if node.status.usage]
         events = [each for each in (view.progress, view.metric, view.done) if each]
         json.dumps([each.as_json() for each in (*used, *events)], allow_nan=False)
         ranks = {rank.rank: rank for usage in used for rank in usage.ranks}

@@ -6,16 +6,16 @@ import sys
 from dataclasses import fields
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
 import cluster
 import cluster.cli.main
 from cluster.backends import BACKENDS
-from cluster.cli.options import ArrayOptions, NodeOptions
 from cluster.errors import UsageError
 from cluster.spec import job_file, job_text
-from cluster.spec.request import Request
+from cluster.spec.request import LaunchOptions, UnchangedOptions, keyed
 
 
 @pytest.fixture
@@ -38,13 +38,57 @@ def plan(*words):
     return json.loads(clusterctl("plan", "--backend", "compose", "--name", "job", "--json", *words))
 
 
-def test_every_option_that_describes_a_job_has_a_key():
-    names = {each.name for group in (Request, NodeOptions, ArrayOptions) for each in fields(group)}
-    assert [*job_text.KEYS] == [*job_file.JobFile.model_fields]
-    keys = {job_text.PARAMETERS.get(key, key) for key in job_text.KEYS}
-    # settings are keys of a backend's section
-    assert names - keys == {"partition", "account", "qos", "time_limit", "settings"}
-    assert keys - names == {"secrets", "env_file"}
+#: A value for each option that is not the default.
+OTHER_VALUES = {
+    "nodes": "2:4",
+    "gpus": "2,1",
+    "device": "cpu",
+    "command": "train.py 'a b'",
+    "grace": "90s",
+    "workdir": "/data",
+    "arguments": ["train"],
+    "env": ["A=1", "KEY"],
+    "mounts": ["/a:/b:rw"],
+    "hosts": "a,b",
+    "only": "a,b",
+    "backend": "local",
+    "settings": ["slurm.mem=3G"],
+    "max_restarts": 2,
+    "stall_timeout_s": 7.0,
+}
+
+
+def other_value(option):
+    """Return a value of an option, which a new option needs no line for unless only some values are valid."""
+    if option.field in OTHER_VALUES:
+        return OTHER_VALUES[option.field]
+    by_type = {str: "text", bool: True, int: 5, float: 5.0, list[str]: ["--memory=3g"]}
+    return by_type[option.type]
+
+
+@pytest.mark.parametrize("option", keyed(), ids=lambda option: option.field)
+def test_an_option_is_declared_once_for_the_command_line_the_job_file_and_its_schema(option):
+    value = other_value(option)
+    assert value != option.default
+    text = job_text.write(LaunchOptions(**{option.field: value}), "local", BACKENDS)
+    assert job_file.read(text, "job.yaml", BACKENDS) == {option.field: value}
+    assert len(job_file.json_schema(BACKENDS)["properties"][option.key_name]["description"]) > 10
+    launch = typer.main.get_group(cluster.cli.main.app).commands["launch"]
+    (parameter,) = [each for each in launch.params if each.name == option.field]
+    assert option.field == "arguments" or option.flag in parameter.opts
+
+
+def test_keys_are_saved_in_the_order_in_which_their_options_are_declared():
+    every = LaunchOptions(**{option.field: other_value(option) for option in keyed()})
+    saved = [*yaml.safe_load(job_text.write(every, "local", BACKENDS))]
+    assert saved == [key for key in job_file.json_schema(BACKENDS)["properties"] if key not in BACKENDS]
+
+
+@pytest.mark.parametrize("option", fields(UnchangedOptions), ids=lambda option: option.name)
+def test_an_unchanged_option_reaches_the_job(folder, option):
+    declared = next(each for each in keyed() if each.field == option.name)
+    value = other_value(declared)
+    assert plan(f"{declared.flag}={value}", "--command", "train.py")["job"][option.name] == value
 
 
 def test_a_plan_of_options_does_without_the_slow_pydantic(folder):
@@ -76,7 +120,7 @@ def test_gpus_are_a_number_or_a_list(folder, text, option):
 
 
 def test_all_gpus_are_saved_as_all(folder):
-    text = job_text.write(Request(gpus="all"), "local", {}, BACKENDS)
+    text = job_text.write(LaunchOptions(gpus="all"), "local", BACKENDS)
     assert yaml.safe_load(text) == {"gpus": "all"}
     assert job_file.read(text, "job.yaml", BACKENDS) == {"gpus": "all"}
 
@@ -84,13 +128,13 @@ def test_all_gpus_are_saved_as_all(folder):
 def test_settings_are_saved_at_their_place_and_with_their_type():
     settings = ["limits.nvidia.com/mem=4", "pod.spec.priority=30", r"pod.metadata.labels.a\.b/c=x"]
     settings += ['pod.spec.hostAliases=[{ip: "10", n: 1}]', "slurm.mem=007", "slurm.contiguous="]
-    text = job_text.write(Request(settings=settings), "kubernetes", {}, BACKENDS)
+    text = job_text.write(LaunchOptions(settings=settings), "kubernetes", BACKENDS)
     saved = yaml.load(text, yaml.BaseLoader)
     spec = {"priority": "30", "hostAliases": [{"ip": "10", "n": "1"}]}
     assert saved["kubernetes"]["pod"] == {"spec": spec, "metadata": {"labels": {"a.b/c": "x"}}}
     assert saved["kubernetes"]["limits"] == {"nvidia.com/mem": "4"}
     assert saved["slurm"] == {"mem": "007", "contiguous": ""}
-    given = Request(settings=job_file.read(text, "job.yaml", BACKENDS)["settings"])
+    given = LaunchOptions(settings=job_file.read(text, "job.yaml", BACKENDS)["settings"])
     made = BACKENDS["kubernetes"].settings({}, given.given_settings("kubernetes", BACKENDS, unnamed=False))
     assert made["pod"]["spec"] == {"priority": 30, "hostAliases": [{"ip": "10", "n": 1}]}
     assert given.given_settings("slurm", BACKENDS, unnamed=False) == {"mem": "007", "contiguous": ""}
