@@ -31,7 +31,7 @@ _SEEN_S = 5.0
 
 
 @dataclass(frozen=True)
-class Watcher:
+class SupervisorProcess:
     """The process that supervises a job: its pid, its host, and whether it runs in the background.
 
     `pid` is None and `host` empty if the disk was too full to write them.
@@ -115,29 +115,29 @@ class JobStore:
             _replace(path, record)
 
     @contextmanager
-    def watch(self, job_id: str, *, in_background: bool = False) -> Iterator[bool]:
+    def supervise(self, job_id: str, *, in_background: bool = False) -> Iterator[bool]:
         """Become the job's supervisor, the only process that restarts it. Yield False if another process is."""
         with _lock(self._path(job_id).with_suffix(".lock"), blocking=False) as file:
             if file is None:
                 yield False
                 return
-            with suppress(OSError):  # a full disk: only `watcher` reads the text
+            with suppress(OSError):  # a full disk: only `supervisor_of` reads the text
                 file.truncate(0)
                 # Not file.write, whose buffer would fail again when the file is closed.
                 os.write(file.fileno(), f"{os.getpid()} {socket.gethostname()} {int(in_background)}\n".encode())
             yield True
 
-    def watcher(self, job_id: str) -> Watcher | None:
+    def supervisor_of(self, job_id: str) -> SupervisorProcess | None:
         """Return the process that supervises the job, or None.
 
         A process writes who it is after it has locked the file: until then, the file is empty or names an earlier one.
         """
         until = time.monotonic() + _NAMED_WITHIN_S
-        while (found := self._watcher(job_id)) and not _is_alive(found) and time.monotonic() < until:
+        while (found := self._supervisor_of(job_id)) and not _is_alive(found) and time.monotonic() < until:
             time.sleep(_PAUSE_S)
         return found
 
-    def _watcher(self, job_id: str) -> Watcher | None:
+    def _supervisor_of(self, job_id: str) -> SupervisorProcess | None:
         try:
             with self._path(job_id).with_suffix(".lock").open() as file:
                 try:
@@ -145,9 +145,9 @@ class JobStore:
                 except BlockingIOError:
                     words = file.read().split()
                     if len(words) != 3 or not words[0].isdecimal():
-                        return Watcher(None, "", in_background=False)
+                        return SupervisorProcess(None, "", in_background=False)
                     pid, host, in_background = words
-                    return Watcher(int(pid), host, in_background == "1")
+                    return SupervisorProcess(int(pid), host, in_background == "1")
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -211,7 +211,7 @@ class JobStore:
     def supervised(self) -> frozenset[str]:
         """Return the launch IDs of the jobs that a process on this machine follows and may restart at any moment."""
         return frozenset(
-            record.job.launch_id for record in self if not record.outcome and self.watcher(record.plan.job_id)
+            record.job.launch_id for record in self if not record.outcome and self.supervisor_of(record.plan.job_id)
         )
 
     def load(self, job_id: str) -> JobRecord:
@@ -305,7 +305,7 @@ def _lock(path: Path, *, blocking: bool = True) -> Iterator[IO[str] | None]:
         yield file if is_held else None
 
 
-def _is_alive(process: Watcher) -> bool:
+def _is_alive(process: SupervisorProcess) -> bool:
     """Return whether a process of this machine is alive; one of another machine is taken to be."""
     if process.pid is None:
         return False
@@ -319,7 +319,7 @@ def _is_alive(process: Watcher) -> bool:
 
 
 def _try_lock(file: IO[str]) -> bool:
-    """Lock a file, unless another process holds it. `watcher` does for a moment, so this tries several times."""
+    """Lock a file, unless another process holds it. `supervisor_of` does for a moment, so this tries several times."""
     for _ in range(_TRIES):
         with suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

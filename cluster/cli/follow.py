@@ -61,7 +61,7 @@ def follow(
         out.show_cursor()
         if hung_up() or not stop_on_interrupt:
             problems = leave_behind(record, records, secrets)
-            between = isinstance(interrupt, supervisor.BetweenAttempts) and not records.watcher(job_id)
+            between = isinstance(interrupt, supervisor.BetweenAttempts) and not records.supervisor_of(job_id)
             state = f"is not restarted until you type: clusterctl attach {job_id}" if between else "keeps running"
             print_line(out, *problems, f"detached; {job_id} {state}. To stop it: clusterctl stop {job_id}")
             raise typer.Exit(interrupted()) from None

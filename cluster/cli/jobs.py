@@ -38,23 +38,23 @@ def _supervisor_of(record: JobRecord, records: JobStore) -> str:
     """Return what restarts a job: `pid 123 on HOST`, `the queue` or `none`; "" for an ended job."""
     if record.outcome:
         return ""
-    if watcher := records.watcher(record.plan.job_id):
-        return str(watcher)
+    if supervisor := records.supervisor_of(record.plan.job_id):
+        return str(supervisor)
     return "the queue" if BACKENDS[record.plan.backend].requeues else _NO_SUPERVISOR
 
 
-def _about(polled: "JobStatus") -> dict[str, Any]:
+def _about(job_status: "JobStatus") -> dict[str, Any]:
     """Return what `ps` and `status` say in JSON about a job's state: times are Unix times, null if unknown."""
-    return {"last_state": polled.last_state or None, "since": polled.since, "reason": polled.why or None}
+    return {"last_state": job_status.last_state or None, "since": job_status.since, "reason": job_status.why or None}
 
 
-def _node_json(node: "NodeView", polled: "JobStatus") -> dict[str, Any]:
+def _node_json(node: "NodeView", job_status: "JobStatus") -> dict[str, Any]:
     """Return what `status` says in JSON about a node; of one that does not answer, also its last phase."""
     ended = {"exit_code": node.status.exit_code, "quiet_s": node.status.quiet_s}
     if not node.status.silent:
         return {"node": node.name, "phase": node.phase, "note": node.note, **ended}
-    phases = polled.last.phases if polled.last_state and polled.last else {}
-    about = {"node": node.name, "phase": polled.state, "note": node.shown_note, **ended}
+    phases = job_status.last.phases if job_status.last_state and job_status.last else {}
+    about = {"node": node.name, "phase": job_status.state, "note": node.shown_note, **ended}
     return {**about, "last_phase": phases.get(node.name)}
 
 
@@ -166,20 +166,21 @@ def ps(
     reasons: dict[str, list[str]] = {}
     records = JobStore()
     now = time.time()
-    for polled in job_monitor.poll_all([record for record in records if every or not record.outcome], records):
-        plan, state = polled.record.plan, polled.state
-        shown_states[plan.job_id] = polled.words(now)
-        if polled.why and not polled.record.outcome:
-            reasons.setdefault(f"{state}: {polled.why}" if polled.is_readable else polled.why, []).append(plan.job_id)
+    for job_status in job_monitor.poll_all([record for record in records if every or not record.outcome], records):
+        plan, state = job_status.record.plan, job_status.state
+        shown_states[plan.job_id] = job_status.words(now)
+        if job_status.why and not job_status.record.outcome:
+            reason = f"{state}: {job_status.why}" if job_status.is_readable else job_status.why
+            reasons.setdefault(reason, []).append(plan.job_id)
         row: dict[str, Any] = {"job": plan.job_id, "state": state, "backend": plan.backend}
         counts = state in ("starting", "joining", "running")
-        row["nodes"] = f"{polled.view.ready_count}/{len(plan.nodes)}" if counts else len(plan.nodes)
+        row["nodes"] = f"{job_status.view.ready_count}/{len(plan.nodes)}" if counts else len(plan.nodes)
         row |= {
-            "age_s": round(now - polled.record.launched_at),
-            "supervisor": _supervisor_of(polled.record, records) if polled.is_readable else "",
+            "age_s": round(now - job_status.record.launched_at),
+            "supervisor": _supervisor_of(job_status.record, records) if job_status.is_readable else "",
             "run_dir": plan.run_dir,
         }
-        rows.append(row | _about(polled))
+        rows.append(row | _about(job_status))
     problems = [f"{_named(names)}: {reason}" for reason, names in reasons.items()]
     damaged = records.unreadable()
     for each in damaged:
@@ -211,25 +212,25 @@ def status(job: options.JobName, as_json: options.AsJson = False) -> None:
     from cluster.supervisor import job_monitor, notes, report
 
     records, now = JobStore(), time.time()
-    (polled,) = job_monitor.poll_all([records.load(job)], records)
-    record, state, view = polled.record, polled.state, polled.view
-    supervisor = _supervisor_of(record, records) if polled.is_readable else ""
+    (job_status,) = job_monitor.poll_all([records.load(job)], records)
+    record, state, view = job_status.record, job_status.state, job_status.view
+    supervisor = _supervisor_of(record, records) if job_status.is_readable else ""
     kept = notes.Reader(record.plan).lines()
     if as_json:
-        nodes = [_node_json(node, polled) for node in view.nodes]
+        nodes = [_node_json(node, job_status) for node in view.nodes]
         metric = view.metric and view.metric.as_json()
-        about = {"job": job, "state": state, **_about(polled), "detail": record.detail, "commit": record.commit}
+        about = {"job": job, "state": state, **_about(job_status), "detail": record.detail, "commit": record.commit}
         print(json.dumps({**about, "supervisor": supervisor, "notes": kept, "nodes": nodes, "metric": metric}))
         return
     out = console()
     commit = record.commit and f"commit: {record.commit}"
-    reason = "" if record.outcome else polled.why
-    print_line(out, *filter(None, (f"{header(record.plan)}   {polled.words(now)}", reason, record.detail, commit)))
+    reason = "" if record.outcome else job_status.why
+    print_line(out, *filter(None, (f"{header(record.plan)}   {job_status.words(now)}", reason, record.detail, commit)))
     if not record.outcome:
         is_alone = supervisor == _NO_SUPERVISOR
         hint = f" (not restarted after a failure; to change that: clusterctl attach {job})" if is_alone else ""
         print_line(out, f"supervisor: {supervisor}{hint}")
-        out.print(node_table(view, record.plan, now, last=polled.last))
+        out.print(node_table(view, record.plan, now, last=job_status.last))
     if view.metric is not None:
         epoch = "newest epoch" if view.metric.epoch is None else f"epoch {view.metric.epoch}"
         print_line(out, report.scores(view.metric, epoch))
@@ -246,13 +247,13 @@ def logs(
     """Print a job's logs, each line prefixed with its node."""
     from cluster.supervisor import attempt_monitor, job_monitor, notes, session
 
-    observer = job_monitor.JobMonitor(job, JobStore())
-    plan, kept = observer.record.plan, notes.Reader(observer.record.plan)
-    wanted = session.node_named(observer.record, node).name if node else ""
+    monitor = job_monitor.JobMonitor(job, JobStore())
+    plan, kept = monitor.record.plan, notes.Reader(monitor.record.plan)
+    wanted = session.node_named(monitor.record, node).name if node else ""
     width = max(len(each.name) for each in plan.nodes)
     try:
         while True:
-            lines = observer.step(everything=everything)
+            lines = monitor.step(everything=everything)
             for text in kept.lines() if not wanted else ():
                 print(f"supervisor | {text}", flush=True)
             for name, text in lines:
@@ -260,7 +261,7 @@ def logs(
                     print(f"{name:<{width}} | {text}", flush=True)
                 elif name == wanted:
                     print(text, flush=True)
-            if not follow or observer.has_ended:
+            if not follow or monitor.has_ended:
                 return
             time.sleep(attempt_monitor.POLL_S)
     except KeyboardInterrupt:
@@ -283,23 +284,23 @@ def top(
     from cluster.cli.display import UsageTable, header
     from cluster.supervisor import job_monitor
 
-    observer, usage, out = job_monitor.JobMonitor(job, JobStore()), UsageTable(), console()
-    if outcome := observer.record.outcome:
+    monitor, usage, out = job_monitor.JobMonitor(job, JobStore()), UsageTable(), console()
+    if outcome := monitor.record.outcome:
         raise UsageError(f"{job} is not running: {outcome}", f"to see how it ended: clusterctl status {job}")
 
     def sample() -> None:
-        observer.step()
-        usage.add(observer.view)
+        monitor.step()
+        usage.add(monitor.view)
 
     def drawn() -> Group:
-        view = observer.view
+        view = monitor.view
         images_per_s = view.progress.images_per_s if view.progress else None
         speed = "" if images_per_s is None else f"   {images_per_s:.0f} images/s"
-        return Group(f"{header(observer.record.plan)}{speed}   {usage.spark('images_per_s')}", usage.table(view))
+        return Group(f"{header(monitor.record.plan)}{speed}   {usage.spark('images_per_s')}", usage.table(view))
 
     sample()
     if as_json:
-        view = observer.view
+        view = monitor.view
         nodes = [
             {"node": node.name, "phase": node.phase, "usage": node.status.usage and node.status.usage.as_json()}
             for node in view.nodes
@@ -310,7 +311,7 @@ def top(
     else:
         try:
             with Live(console=out, get_renderable=drawn, auto_refresh=False, screen=True) as live:
-                while not observer.has_ended:
+                while not monitor.has_ended:
                     live.refresh()
                     time.sleep(2)
                     sample()

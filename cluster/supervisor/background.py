@@ -1,7 +1,7 @@
 """A supervisor in the background: one process for a job, which outlives the terminal and the login of its launch.
 
 `leave_behind` starts it, and `run` is its main function (`clusterctl supervise`). It holds the job's lock in the job
-store (`JobStore.watch`), so at any time one process decides; `attach` and `wait` only display the job meanwhile. It
+store (`JobStore.supervise`), so at any time one process decides; `attach` and `wait` only display the job meanwhile. It
 ends with the job. Slurm jobs have none: Slurm requeues them itself, also while the launching machine is off, and login
 nodes end processes that stay behind.
 """
@@ -50,7 +50,7 @@ def leave_behind(record: JobRecord, records: JobStore, secrets: Mapping[str, str
     The process gets the values of `secrets` through a pipe.
     """
     plan = record.plan
-    if BACKENDS[plan.backend].requeues or records.watcher(plan.job_id):
+    if BACKENDS[plan.backend].requeues or records.supervisor_of(plan.job_id):
         return ""
     argv = [sys.executable, "-c", _PROGRAM, "supervise", plan.job_id]
     try:
@@ -64,7 +64,7 @@ def leave_behind(record: JobRecord, records: JobStore, secrets: Mapping[str, str
             process.stdin.write(json.dumps(dict(secrets)).encode())
     except OSError as error:
         return f"{error.filename or 'the supervisor'}: {error.strerror}"
-    while not records.watcher(plan.job_id):
+    while not records.supervisor_of(plan.job_id):
         if process.poll() is not None:
             if process.returncode == 0:  # the job ended, or another process supervises it
                 return ""
@@ -79,7 +79,7 @@ def run(job_id: str, records: JobStore, secrets: Mapping[str, str]) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    with records.watch(job_id, in_background=True) as is_supervisor:
+    with records.supervise(job_id, in_background=True) as is_supervisor:
         if is_supervisor:
             _supervise(job_id, records, secrets)
 

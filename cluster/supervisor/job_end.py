@@ -82,7 +82,7 @@ def stop(job_id: str, records: JobStore, grace_s: float | None = None) -> tuple[
 
 def await_results(job_id: str, records: JobStore) -> None:
     """Wait until a supervisor in the background, which records a job's outcome first, has copied the results."""
-    while (watcher := records.watcher(job_id)) and watcher.in_background and watcher.is_here:
+    while (supervisor := records.supervisor_of(job_id)) and supervisor.in_background and supervisor.is_here:
         time.sleep(POLL_S / 4)
 
 
@@ -90,9 +90,9 @@ def _await_supervisor(job_id: str, records: JobStore) -> list[str]:
     """Wait until the supervisor in the background exits with the job. Return a sentence if it has not."""
     until = time.monotonic() + _SUPERVISOR_END_S
     with waiting(f"the supervisor of {job_id} to copy its results", _SUPERVISOR_END_S):
-        while (watcher := records.watcher(job_id)) and watcher.in_background:
-            if not watcher.is_here or time.monotonic() > until:
-                return [f"its supervisor is still ending: {watcher}"]
+        while (supervisor := records.supervisor_of(job_id)) and supervisor.in_background:
+            if not supervisor.is_here or time.monotonic() > until:
+                return [f"its supervisor is still ending: {supervisor}"]
             time.sleep(POLL_S / 4)
     return []
 

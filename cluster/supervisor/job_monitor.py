@@ -16,7 +16,7 @@ from cluster.store import JobStore
 from cluster.supervisor import job_state, job_status
 from cluster.supervisor.attempt_monitor import AttemptMonitor
 from cluster.supervisor.job_state import JobView
-from cluster.supervisor.job_status import UNREACHABLE, JobStatus
+from cluster.supervisor.job_status import JobStatus
 from cluster.transport import parallel
 
 
@@ -27,8 +27,8 @@ def poll(record: JobRecord, records: JobStore) -> JobStatus:
     the attempt that a queue has started meanwhile. Raises UnreachableError if no node answers.
     """
     statuses = BACKENDS[record.plan.backend].observe(record.plan) if _has_nodes(record, records) else None
-    polled = _polled(record, records, statuses)
-    return polled if isinstance(polled, JobStatus) else poll(polled, records)
+    status = _status(record, records, statuses)
+    return status if isinstance(status, JobStatus) else poll(status, records)
 
 
 def poll_all(each: Sequence[JobRecord], records: JobStore) -> list[JobStatus]:
@@ -43,13 +43,13 @@ def poll_all(each: Sequence[JobRecord], records: JobStore) -> list[JobStatus]:
         try:
             if isinstance(answer, Exception):
                 raise answer
-            polled = _polled(record, records, answer)
+            status = _status(record, records, answer)
         except Exception as error:  # one job hides no other
-            polled = job_status.unreachable(record, records, error)
-        if isinstance(polled, JobStatus):
-            found[index] = polled
+            status = job_status.unreachable(record, records, error)
+        if isinstance(status, JobStatus):
+            found[index] = status
         else:
-            again[index] = polled
+            again[index] = status
     if again:
         found |= dict(zip(again, poll_all([*again.values()], records), strict=True))
     return [found[index] for index in range(len(each))]
@@ -85,7 +85,7 @@ def _observe_all(each: Sequence[JobRecord], records: JobStore) -> list[_Answer]:
     return made
 
 
-def _polled(record: JobRecord, records: JobStore, statuses: Sequence[NodeStatus] | None) -> JobStatus | JobRecord:
+def _status(record: JobRecord, records: JobStore, statuses: Sequence[NodeStatus] | None) -> JobStatus | JobRecord:
     """Return a job as these statuses show it, or its record with the newer attempt that has to be polled.
 
     None: there are no nodes to poll, because the job has ended or is being started.
@@ -100,8 +100,7 @@ def _polled(record: JobRecord, records: JobStore, statuses: Sequence[NodeStatus]
         return decided
     state = "running" if decided is None else job_status.state(record, view, now)
     job_status.remember(record, records, state, view)
-    reason = {"queued": job_state.waits_for, UNREACHABLE: job_state.silence}.get(state, lambda _: "")(view)
-    return JobStatus(record, state, view, reason, last=records.seen(record))
+    return job_status.observed(record, records, state, view)
 
 
 def _decided(record: JobRecord, records: JobStore, view: JobView) -> JobRecord | None:
@@ -111,7 +110,7 @@ def _decided(record: JobRecord, records: JobStore, view: JobView) -> JobRecord |
     """
     if record.outcome or not job_state.failing(view):
         return record
-    if records.watcher(record.plan.job_id):
+    if records.supervisor_of(record.plan.job_id):
         return None
     plan = BACKENDS[record.plan.backend].newest(record.plan)
     if plan is None or plan == record.plan:
@@ -130,7 +129,7 @@ def _has_nodes(record: JobRecord, records: JobStore) -> bool:
 
 def is_being_started(record: JobRecord, records: JobStore) -> bool:
     """Return whether a process is starting the nodes of the newest attempt, and has not been killed meanwhile."""
-    return bool(record.start_lock and records.watcher(record.start_lock))
+    return bool(record.start_lock and records.supervisor_of(record.start_lock))
 
 
 class JobMonitor:

@@ -57,6 +57,16 @@ class JobStatus(NamedTuple):
         return f"{self.state} for {report.seconds(max(0.0, now - self.since))}; {self.last_state} before"
 
 
+def observed(record: JobRecord, records: JobStore, state: str, view: JobView) -> JobStatus:
+    """Return the status of a job whose nodes have been polled, with the reason why it waits or does not answer."""
+    reason = ""
+    if state == "queued":
+        reason = job_state.waits_for(view)
+    elif state == UNREACHABLE:
+        reason = job_state.silence(view)
+    return JobStatus(record, state, view, reason, last=records.seen(record))
+
+
 def unreachable(record: JobRecord, records: JobStore, error: Exception, view: JobView | None = None) -> JobStatus:
     """Return what is known of a job that could not be polled; `view` is an earlier one."""
     is_known = isinstance(error, ClusterError)

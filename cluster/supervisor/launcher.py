@@ -221,7 +221,7 @@ class Launcher:
         if sent:
             notes.append(f"files that usually hold secrets were sent: {', '.join(sent)}")
         try:
-            with self.records.watch(checked.job_id):  # `attach` must not restart a job that is still starting
+            with self.records.supervise(checked.job_id):  # `attach` must not restart a job that is still starting
                 self._reserve(record)
                 is_reserved = True
                 try:
@@ -299,7 +299,7 @@ class Launcher:
         reserved: list[JobRecord] = []
         first, is_submitted = plans[0].job_id, False
         try:
-            with self.records.watch(first):
+            with self.records.supervise(first):
                 for job, job_plan in zip(array, plans, strict=True):
                     record = JobRecord(job_plan, time.time(), job, withheld=self.without, sent_secrets=sent)
                     record = replace(record, start_lock=first)

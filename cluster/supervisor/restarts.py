@@ -1,7 +1,7 @@
 """Restart policy: the rules that decide whether a failed job is restarted, and the nodes of its next attempt. Pure.
 
-In a batch system, backends/batch/job.sh applies the rules with `in_batch` without a launcher, and the system chooses
-the nodes.
+In a batch system, backends/batch/job.sh applies two of the rules without a launcher (exit code 75, and nodes that ended
+without an exit code), and the system chooses the nodes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cluster import contract
-from cluster.backends.batch import queued
 from cluster.errors import ClusterError
 from cluster.spec.model import Job, JobRecord, Machine
 from cluster.supervisor.job_state import JobView, NodeView, Verdict, failing, is_secondary
@@ -57,82 +56,67 @@ class Ended:
 class Rule:
     """A rule of the list in docs/how-to/failures.md. The first one that applies decides.
 
-    `when` and `then` are the list's text. `why_not` is the reason against a restart, formatted with the job and its
-    last failure; "" restarts the job. `in_batch` is the end of a node after which a batch script requeues the job.
+    `when` is the list's text. `why_not` is the reason against a restart, formatted with the job and its last failure;
+    "" restarts the job.
     """
 
     when: str
-    then: str
     applies: Callable[[Ended], bool]
     why_not: str = ""
-    in_batch: str = ""
 
 
 #: Who decides that a job is restarted, and when: only these rules.
 RULES = (
     Rule(
         "`scancel` ended the job",
-        "no restart",
         lambda ended: ended.first is not None and ended.first.status.is_cancelled,
         "it was cancelled with scancel",
     ),
     Rule(
         "a pod can never start, for example because of a wrong image name or a missing Secret",
-        "no restart",
         lambda ended: ended.first is not None and ended.first.status.is_final,
         "it could not start, and another attempt could not, either",
     ),
     Rule(
         "the trainer exits with 2 (fix something first)",
-        "no restart",
         lambda ended: exit_code(ended.view, ended.verdict) == contract.EXIT_BAD_INPUT,
         "the program refused its input",
     ),
     Rule(
         "the nodes did not join within `--rendezvous-timeout`",
-        "no restart",
         lambda ended: ended.verdict == "late",
         "its nodes never joined",
     ),
     Rule(
         "the program fails before its first step, twice in a row",
-        "no restart",
         lambda ended: ended.is_repeated and not ended.past[-1].step[0],
         "it failed before its first step twice",
     ),
     Rule(
         "the program fails at the same step with the same error, twice in a row",
-        "no restart",
         lambda ended: ended.is_repeated and ended.past[-1].why == ended.past[-2].why,
         "it failed with the same error at epoch {last.step[0]}, step {last.step[1]} twice",
     ),
     Rule(
         "`--max-restarts` is 0",
-        "no restart",
         lambda ended: ended.job.max_restarts == 0,
         NO_RESTARTS,
     ),
     Rule(
         "the job was restarted `--max-restarts` times, counting attempts that failed to start",
-        "no restart",
         lambda ended: len(ended.past) > ended.job.max_restarts,
         "it was restarted {job.max_restarts} times (--max-restarts)",
     ),
     Rule(
         "the trainer wrote a checkpoint after a signal (exit code 75)",
-        "restart on the same nodes",
         lambda ended: ended.first is not None and ended.first.status.exit_code == contract.EXIT_RUN_ME_AGAIN,
-        in_batch=queued.ENDED_WITH_CHECKPOINT,
     ),
     Rule(
         "a machine, its engine or the agent on it is gone",
-        "restart with a spare, with fewer nodes (`--nodes 2:4`), or when the machine answers again",
         lambda ended: ended.first is not None and ended.first.phase == "lost",
-        in_batch=queued.ENDED_WITHOUT_CODE,
     ),
     Rule(
         "anything else: a program error, a killed rank or container, a stall",
-        "restart on the same nodes",
         lambda ended: True,
     ),
 )

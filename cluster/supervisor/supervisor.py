@@ -54,7 +54,7 @@ class Supervisor:
         attempt, has_ended = AttemptMonitor(self.record), False
         while True:
             if not job_monitor.is_being_started(self.record, self.records):
-                with self.records.watch(self.record.plan.job_id) as is_supervisor:
+                with self.records.supervise(self.record.plan.job_id) as is_supervisor:
                     if is_supervisor:
                         return self.supervise()
                 attempt = attempt_monitor.follow(self.record, copied, records=self.records)
@@ -64,7 +64,7 @@ class Supervisor:
                 return attempt, ""
 
     def supervise(self) -> tuple[AttemptMonitor, str]:
-        """As `run`, for a process that holds the job's lock (`JobStore.watch`)."""
+        """As `run`, for a process that holds the job's lock (`JobStore.supervise`)."""
         self.record = self.records.load(self.record.plan.job_id)  # another process may have restarted it
         if self.record.start_lock:  # that process was killed: what it has started is followed now
             self.record = replace(self.record, start_lock="")
@@ -282,7 +282,7 @@ class Supervisor:
 
     def _wait_for_background(self, show: notes.Copied) -> None:
         """Wait until a supervisor in the background has copied the results, so that two processes do not."""
-        while (watcher := self.records.watcher(self.record.plan.job_id)) and watcher.in_background:
+        while (supervisor := self.records.supervisor_of(self.record.plan.job_id)) and supervisor.in_background:
             show.update()
             time.sleep(attempt_monitor.POLL_S)
         show.update()
@@ -303,7 +303,7 @@ class Supervisor:
                 is_next = self.record.plan.attempt > before.plan.attempt or before.start_lock
                 if is_next or (polls % _STATE_EVERY == 0 and self._is_alive()):
                     return True
-                with self.records.watch(self.record.plan.job_id) as is_supervisor:
+                with self.records.supervise(self.record.plan.job_id) as is_supervisor:
                     if is_supervisor:
                         self.record = self.records.load(self.record.plan.job_id)
                         return not self.record.outcome

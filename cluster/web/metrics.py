@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from cluster.supervisor.report import SCORES
 
 if TYPE_CHECKING:
-    from cluster.web.watch import PolledJob
+    from cluster.web.live import LiveJob
 
 #: Fields of progress events, and of a rank's sample: metric, help, factor.
 _PROGRESS = {
@@ -30,7 +30,7 @@ _RANK = {
 }
 
 
-def render(jobs: Iterable[PolledJob], unreadable: Iterable[str] = ()) -> bytes:
+def render(jobs: Iterable[LiveJob], unreadable: Iterable[str] = ()) -> bytes:
     """Return the metrics of polled jobs; of those with an `unreadable` record, the state."""
     registry = CollectorRegistry()
     registry.register(_Jobs(jobs, unreadable))
@@ -38,7 +38,7 @@ def render(jobs: Iterable[PolledJob], unreadable: Iterable[str] = ()) -> bytes:
 
 
 class _Jobs(Collector):
-    def __init__(self, jobs: Iterable[PolledJob], unreadable: Iterable[str]) -> None:
+    def __init__(self, jobs: Iterable[LiveJob], unreadable: Iterable[str]) -> None:
         self._jobs = jobs
         self._unreadable = unreadable
 

@@ -29,7 +29,7 @@ from cluster.spec.model import JobRecord
 from cluster.store import JobStore
 from cluster.supervisor import page
 from cluster.transport import inside
-from cluster.web.watch import POLL_S, PolledJob, Watch, log_lines, poll_list
+from cluster.web.live import POLL_S, LiveJob, LivePage, log_lines, poll_list
 
 #: A comment in each stream at this interval finds the connections that a browser has closed.
 _KEEP_ALIVE_S = 10.0
@@ -106,31 +106,31 @@ class Server(ThreadingHTTPServer):
         self.is_local = address[0] in LOOPBACK
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
-        self._jobs: dict[str, PolledJob] = {}
-        self._watches: dict[str, Watch] = {}
+        self._jobs: dict[str, LiveJob] = {}
+        self._pages: dict[str, LivePage] = {}
         self._lock = threading.Lock()
         super().__init__(address, _Handler)
 
-    def job(self, job_id: str) -> PolledJob:
+    def job(self, job_id: str) -> LiveJob:
         """Return the poller of a job. Raise UsageError if there is none."""
         with self._lock:
             if job_id not in self._jobs:
-                self._jobs[job_id] = PolledJob(job_id, self.store)
+                self._jobs[job_id] = LiveJob(job_id, self.store)
             return self._jobs[job_id]
 
-    def jobs(self) -> list[PolledJob]:
+    def jobs(self) -> list[LiveJob]:
         """Return the pollers of all jobs, newest first."""
         names = [record.plan.job_id for record in reversed(list(self.store))]
         with self._lock:  # forget those whose records were removed
             self._jobs = {name: job for name, job in self._jobs.items() if name in names}
-            self._watches = {name: watch for name, watch in self._watches.items() if not name or name in names}
+            self._pages = {name: live for name, live in self._pages.items() if not name or name in names}
         return [self.job(name) for name in names]
 
-    def watch(self, job_id: str = "") -> Watch:
-        """Return the watch of a job, or of the list of jobs."""
+    def page(self, job_id: str = "") -> LivePage:
+        """Return the page of a job, or of the list of jobs."""
         poll = self.job(job_id).body if job_id else self._list
         with self._lock:
-            return self._watches.setdefault(job_id, Watch(poll))
+            return self._pages.setdefault(job_id, LivePage(poll))
 
     def _list(self) -> Markup:
         found, damaged = self.jobs(), self.store.unreadable()
@@ -199,9 +199,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _route(self, path: str, query: dict[str, list[str]]) -> None:
         if path == "/":
-            self._live_page("Jobs", self.server.watch(), Markup(""))
+            self._live_page("Jobs", self.server.page(), Markup(""))
         elif path == "/events":
-            self._stream(_bodies(self.server.watch()))
+            self._stream(_bodies(self.server.page()))
         elif path == "/metrics" and self.server.has_metrics:
             from cluster.web import metrics
 
@@ -219,22 +219,22 @@ class _Handler(BaseHTTPRequestHandler):
             log = re.fullmatch(r"logs/([^/]+?)(/events)?", rest)
             if rest == "":
                 nav = Markup('<nav><a href="../../">all jobs</a></nav>')
-                self._live_page(job_id, self.server.watch(job_id), nav)
+                self._live_page(job_id, self.server.page(job_id), nav)
             elif rest == "events":
-                self._stream(_bodies(self.server.watch(job_id)))
+                self._stream(_bodies(self.server.page(job_id)))
             elif log and log[1] in {node.name for node in record.plan.nodes}:
                 if log[2]:
                     words = query.get("q", [""])[0]
-                    self._stream(log_lines(self.server.job(job_id), self.server.watch(job_id), log[1], words))
+                    self._stream(log_lines(self.server.job(job_id), self.server.page(job_id), log[1], words))
                 else:
                     self._log_page(job_id, log[1])
             else:
                 self._file(record, rest)
 
-    def _live_page(self, title: str, watch: Watch, nav: Markup) -> None:
-        with watch:
-            watch.wait(0, 5.0)
-            body = watch.body or Markup("<section>waiting for the nodes to answer</section>")
+    def _live_page(self, title: str, live: LivePage, nav: Markup) -> None:
+        with live:
+            live.wait(0, 5.0)
+            body = live.body or Markup("<section>waiting for the nodes to answer</section>")
         main = Markup('{}<p id="link" role="status"></p><main id="live" data-events="events">{}</main>')
         self._page(title, main.format(nav, body), _LIVE)
 
@@ -316,11 +316,11 @@ def _is_equal(given: str, wanted: str) -> bool:
     return hmac.compare_digest(given.encode(errors="replace"), wanted.encode())
 
 
-def _bodies(watch: Watch) -> Iterator[str]:
-    """Yield each new body of a watch, and "" at least once per poll."""
+def _bodies(live: LivePage) -> Iterator[str]:
+    """Yield each new body of a page, and "" at least once per poll."""
     version = 0
-    with watch:
+    with live:
         while True:
-            newer = watch.wait(version, POLL_S)
-            yield watch.body if newer != version else ""
+            newer = live.wait(version, POLL_S)
+            yield live.body if newer != version else ""
             version = newer

@@ -171,7 +171,7 @@ def test_another_users_job_of_the_same_name_does_not_prevent_a_launch(machines, 
 def test_a_job_that_a_launcher_follows_is_no_orphan_while_no_script_runs(machines, planted, job_name):
     """Between two attempts only a rest of the first one may be there."""
     launch = launched(machines, job_name, "--nodes", "1", "--backend", "local", "--detach")
-    supervisor = JobStore(machines.folder / "records").watcher(job_name).pid
+    supervisor = JobStore(machines.folder / "records").supervisor_of(job_name).pid
     os.kill(supervisor, signal.SIGSTOP)
     for pid in processes_of(job_name):
         os.kill(pid, signal.SIGKILL)
@@ -214,7 +214,7 @@ def test_a_deleted_run_folder_frees_the_name_of_a_job_that_has_ended(machines, j
 def test_a_job_whose_run_folder_is_deleted_while_it_runs_can_be_stopped(machines, job_name, backend):
     launched(machines, job_name, "--backend", backend, "--nodes", "1", "--detach")
     assert wait_until(lambda: (machines.folder / "runs" / job_name / "attempt-1" / "node-0.log").exists())
-    os.kill(JobStore(machines.folder / "records").watcher(job_name).pid, signal.SIGKILL)  # it would see the loss
+    os.kill(JobStore(machines.folder / "records").supervisor_of(job_name).pid, signal.SIGKILL)  # it would see the loss
     shutil.rmtree(machines.folder / "runs" / job_name)
     shutil.rmtree(machines.folder / "remote", ignore_errors=True)
     again = ["launch", "--name", job_name, "--backend", backend, "--python", sys.executable, "--command", "ticks.py"]

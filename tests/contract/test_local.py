@@ -70,7 +70,7 @@ def test_a_job_has_its_results_when_attach_or_wait_returns(clusterctl, launch, j
     """A supervisor in the background records the outcome, and then copies the results."""
     (clusterctl.folder / "nothing.py").touch()
     clusterctl.expect(0, *launch("nothing.py"))
-    with JobStore(clusterctl.folder / "records").watch(job_name, in_background=True) as copies:
+    with JobStore(clusterctl.folder / "records").supervise(job_name, in_background=True) as copies:
         assert copies
         process = clusterctl.start(command, job_name)
         with pytest.raises(subprocess.TimeoutExpired):
@@ -328,7 +328,7 @@ def starts(clusterctl):
 def test_a_launcher_that_is_terminated_during_the_start_leaves_no_processes(clusterctl, launch, job_name, starts):
     launcher = clusterctl.start(*launch(f"{TICKS}", "--nodes", "2"))
     assert wait_until(lambda: list(clusterctl.folder.glob(f"runs/{job_name}/attempt-1/node-?.sh")))
-    with JobStore(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"])).watch(job_name) as is_supervisor:
+    with JobStore(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"])).supervise(job_name) as is_supervisor:
         assert not is_supervisor  # `attach` must not restart a job that is still starting
     launcher.terminate()
     time.sleep(1)
@@ -386,7 +386,7 @@ def test_what_a_killed_launcher_has_started_is_polled(clusterctl, launch, job_na
 
     assert wait_until(is_running)
     process = clusterctl.start("attach", job_name)
-    assert wait_until(lambda: JobStore(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"])).watcher(job_name))
+    assert wait_until(lambda: JobStore(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"])).supervisor_of(job_name))
     assert wait_until(is_running)
     (clusterctl.folder / "runs" / job_name / "fail").touch()
     ended(process, 0, timeout_s=60, has="restart 1 of 1")
@@ -450,15 +450,15 @@ def test_attach_becomes_the_supervisor_when_the_launcher_is_killed(clusterctl, l
     program = f"{TICKS} --ticks-later 5"
     launcher = clusterctl.start(*launch(program, "--nodes", "2", "--max-restarts", "1"))
     clusterctl.wait_for(job_name, "tick 1")
-    watcher = clusterctl.start("attach", job_name)
+    attached = clusterctl.start("attach", job_name)
     try:
         clusterctl.wait_for(job_name, "tick 8")
         os.killpg(launcher.pid, signal.SIGKILL)
         ranks = [pid for pid in processes_of(job_name) if b"LOCAL_RANK=" in _environment(pid)]
         os.kill(ranks[0], signal.SIGKILL)
-        text = ended(watcher, 0, timeout_s=150, has="restart 1 of 1")
+        text = ended(attached, 0, timeout_s=150, has="restart 1 of 1")
     finally:
-        watcher.kill()
+        attached.kill()
         launcher.communicate()
     assert "done in" in text
     assert processes_of(job_name) == []

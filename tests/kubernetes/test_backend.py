@@ -76,7 +76,7 @@ class FollowedJob:
     @property
     def said(self):
         """What the live table says of each node."""
-        return [f"{node.phase}: {node.note} {node.silent}" for node in self.view.nodes]
+        return [f"{node.phase}: {node.note} {node.status.silent}" for node in self.view.nodes]
 
     def end(self, grace_s=0.5):
         self.backend.cancel(self.plan, grace_s=grace_s)
@@ -214,7 +214,7 @@ def test_an_image_that_will_not_come_ends_the_attempt(start, image, words):
     run = start("image", image=image).until_ended()
     assert run.verdict == "failed"
     assert any(words in said for said in run.said)  # of the first pod, which ends the attempt
-    assert 2 in [node.exit_code for node in run.view.nodes]  # the rule that does not restart
+    assert 2 in [node.status.exit_code for node in run.view.nodes]  # the rule that does not restart
 
 
 def test_a_killed_container_is_reported_with_its_signal(start, kubectl):
@@ -225,7 +225,7 @@ def test_a_killed_container_is_reported_with_its_signal(start, kubectl):
     run.until_ended()
     assert run.verdict == "failed"
     assert run.view.nodes[1].phase == "exited"
-    assert run.view.nodes[1].failure.exit_code == 137
+    assert run.view.nodes[1].status.failure.exit_code == 137
     assert run.end() == []
 
 

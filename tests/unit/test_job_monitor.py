@@ -11,7 +11,7 @@ from cluster.backends import BACKENDS
 from cluster.spec.model import Job, JobRecord
 from cluster.store import JobStore
 from cluster.supervisor import job_monitor
-from cluster.web.watch import POLL_S, PolledJob, poll_list
+from cluster.web.live import POLL_S, LiveJob, poll_list
 from tests.unit.node_scripts import started
 
 
@@ -33,7 +33,7 @@ def test_the_state_of_a_job_is_known_without_its_logs(tmp_path):
             (folder / "node-0.json").write_text(json.dumps(agent) + "\n")
             _, state, view, *_ = job_monitor.poll(record, store)
             seen.append((state, view.nodes[0].phase, view.ready_count))
-        polled = PolledJob("job", store)
+        polled = LiveJob("job", store)
         poll_list([polled], store)
         assert polled.row().state == "running"
         time.sleep(POLL_S)
@@ -51,11 +51,11 @@ def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
     first = JobRecord(BACKENDS["local"].plan(job, attempt=1, port=20000), time.time(), job, start_lock="job")
     store.reserve(first)
     assert job_monitor.poll(first, store).state == "failed"  # the process that was starting it is gone
-    observer, polled = job_monitor.JobMonitor("job", store), PolledJob("job", store)
-    with store.watch("job"):
+    monitor, polled = job_monitor.JobMonitor("job", store), LiveJob("job", store)
+    with store.supervise("job"):
         _, state, view, *_ = job_monitor.poll(first, store)
         assert (state, [node.phase for node in view.nodes]) == ("starting", ["pending"])
-        assert observer.step() == []
+        assert monitor.step() == []
         poll_list([polled], store)
         assert polled.row().state == "starting"
         assert "does not exist" not in polled.body()
@@ -64,16 +64,16 @@ def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
         with started(folder, "node-0") as process:
             (folder / "node-0.log").write_text("hello\n")
             store.update(replace(first, start_lock=""))
-            assert observer.step() == [("node-0", "hello")]
-            assert (observer.state, observer.view.nodes[0].phase, observer.has_ended) == ("starting", "starting", False)
+            assert monitor.step() == [("node-0", "hello")]
+            assert (monitor.state, monitor.view.nodes[0].phase, monitor.has_ended) == ("starting", "starting", False)
             process.kill()
-        observer.step()
-        assert (observer.state, observer.has_ended) == ("running", False)  # the supervisor may restart it
+        monitor.step()
+        assert (monitor.state, monitor.has_ended) == ("running", False)  # the supervisor may restart it
         assert job_monitor.poll(store.load("job"), store).state == "running"
         (folder / "node-0.log").write_text("hello\nthe last word\n")
         plan = BACKENDS["local"].plan(job, attempt=2, port=20000)
         store.update(replace(first, plan=plan))
-        assert observer.step() == [("node-0", "the last word")]
-        assert (observer.state, observer.has_ended) == ("starting", False)
-    observer.step()
-    assert (observer.state, observer.has_ended) == ("failed", True)
+        assert monitor.step() == [("node-0", "the last word")]
+        assert (monitor.state, monitor.has_ended) == ("starting", False)
+    monitor.step()
+    assert (monitor.state, monitor.has_ended) == ("failed", True)

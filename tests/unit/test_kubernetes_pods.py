@@ -1,4 +1,4 @@
-"""The watch of a pod whose kubelet hangs, or misses a deletion. A program in the place of kubectl never answers."""
+"""The monitor of a pod whose kubelet hangs, or misses a deletion. A program in the place of kubectl never answers."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from dataclasses import replace
 from cluster.backends.kubernetes import pods
 from cluster.backends.kubernetes.kubectl import Kubectl
 from cluster.backends.kubernetes.manifests import ATTEMPT_LABEL, LAUNCH_LABEL, pod_of
-from cluster.backends.kubernetes.pods import PodWatch
+from cluster.backends.kubernetes.pods import PodMonitor
 from cluster.backends.kubernetes.waiting import PodState
 from cluster.spec.model import Job, JobRecord, Machine, Node, Plan, Queue, nodes_of
 from cluster.spec.node_status import NodeStatus
@@ -27,30 +27,30 @@ def test_a_kubelet_that_hangs_is_named_before_the_poll_ends(tmp_path, monkeypatc
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(pods, "_TIMEOUT_S", 100.0)  # a busy machine must not see the end of the poll
-    watch = PodWatch(plan(tmp_path), 0)
+    monitor = PodMonitor(plan(tmp_path), 0)
     state = PodState(NodeStatus("node-0", "starting"), runs=True, host="n1")
-    watch.start(Kubectl())
-    assert watch.status(state).silent == ""
+    monitor.start(Kubectl())
+    assert monitor.status(state).silent == ""
     assert wait_until(
-        lambda: watch.status(state).silent.startswith("its machine n1 has not answered for"), timeout_s=60
+        lambda: monitor.status(state).silent.startswith("its machine n1 has not answered for"), timeout_s=60
     )
-    assert watch.status(state).phase == "starting"
-    assert watch.error is None
+    assert monitor.status(state).phase == "starting"
+    assert monitor.error is None
 
 
 def test_a_kubelet_misses_a_deletion_once_for_each_grace_period(tmp_path, monkeypatch):
     monkeypatch.setattr(pods, "MISSED_S", -3.9)
-    watch, runs = PodWatch(plan(tmp_path), 0), PodState(NodeStatus("node-0", "ready"), runs=True)
-    assert not watch.misses_deletion(runs)
+    monitor, runs = PodMonitor(plan(tmp_path), 0), PodState(NodeStatus("node-0", "ready"), runs=True)
+    assert not monitor.misses_deletion(runs)
     deleted = replace(runs, deleted="its pod was deleted", grace_s=4)
-    assert not watch.misses_deletion(deleted)
-    assert wait_until(lambda: watch.misses_deletion(deleted), timeout_s=60)
+    assert not monitor.misses_deletion(deleted)
+    assert wait_until(lambda: monitor.misses_deletion(deleted), timeout_s=60)
     monkeypatch.setattr(pods, "MISSED_S", 60.0)
-    assert not watch.misses_deletion(replace(deleted, grace_s=2))  # it has been asked again
+    assert not monitor.misses_deletion(replace(deleted, grace_s=2))  # it has been asked again
     monkeypatch.setattr(pods, "MISSED_S", -60.0)
-    assert watch.misses_deletion(replace(deleted, grace_s=2))
-    assert not watch.misses_deletion(replace(deleted, grace_s=1))  # it cannot be asked for less
-    assert not watch.misses_deletion(replace(deleted, runs=False))
+    assert monitor.misses_deletion(replace(deleted, grace_s=2))
+    assert not monitor.misses_deletion(replace(deleted, grace_s=1))  # it cannot be asked for less
+    assert not monitor.misses_deletion(replace(deleted, runs=False))
 
 
 def jobs_in(folder, monkeypatch, answer, *names):
@@ -81,12 +81,12 @@ def test_the_pods_of_all_jobs_in_a_namespace_are_listed_once(tmp_path, monkeypat
     (tmp_path / "pods.json").write_text(json.dumps({"items": items}))
     for name in ("one", "two", "gone"):
         (tmp_path / name / "attempt-1").mkdir(parents=True)
-    polled = {each.record.plan.job_id: each for each in job_monitor.poll_all([*store], store)}
+    found = {each.record.plan.job_id: each for each in job_monitor.poll_all([*store], store)}
     assert sum(" get pods " in f" {call} " for call in calls.read_text().splitlines()) == 1
     states = {"one": "queued", "two": "queued", "gone": "failed", "no-folder": "unreachable"}
-    assert {name: each.state for name, each in polled.items()} == states
-    assert "no-folder: No such file" in polled["no-folder"].reason
-    assert polled["one"].reason == "waits for the scheduler"
+    assert {name: each.state for name, each in found.items()} == states
+    assert "no-folder: No such file" in found["no-folder"].reason
+    assert found["one"].reason == "waits for the scheduler"
 
 
 def test_a_job_in_a_cluster_that_refuses_the_token_is_unreachable_and_says_why(tmp_path, monkeypatch):
@@ -94,9 +94,9 @@ def test_a_job_in_a_cluster_that_refuses_the_token_is_unreachable_and_says_why(t
     store, _ = jobs_in(tmp_path, monkeypatch, refuse, "expired")
     (record,) = store
     store.see(record, "running", {"node-0": "ready", "node-1": "ready"})
-    (polled,) = job_monitor.poll_all([record], store)
-    assert (polled.state, polled.last_state) == ("unreachable", "running")
-    assert polled.reason == "the cluster does not accept the credentials in the kubeconfig"
-    assert polled.words(polled.since + 180) == "unreachable for 3 min 00 s; running before"
-    (polled,) = job_monitor.poll_all([replace(record, job=replace(record.job, launch_id="f" * 16))], store)
-    assert polled.last_state == ""  # an earlier job had this name
+    (found,) = job_monitor.poll_all([record], store)
+    assert (found.state, found.last_state) == ("unreachable", "running")
+    assert found.reason == "the cluster does not accept the credentials in the kubeconfig"
+    assert found.words(found.since + 180) == "unreachable for 3 min 00 s; running before"
+    (found,) = job_monitor.poll_all([replace(record, job=replace(record.job, launch_id="f" * 16))], store)
+    assert found.last_state == ""  # an earlier job had this name

@@ -17,7 +17,7 @@ from cluster.spec.node_status import NodeStatus
 from cluster.spec.status import Failure, RankUsage, Usage
 from cluster.store import JobStore
 from cluster.supervisor import job_state, page
-from cluster.web import server, watch
+from cluster.web import live, server
 
 SCRIPT = "<script>alert('&')</script>"
 
@@ -221,7 +221,7 @@ def test_the_table_of_jobs_and_an_error_of_a_poll_are_escaped(record, tmp_path):
     store = JobStore(tmp_path)
     store.update(replace(record, outcome="failed", detail=TAG))
     (tmp_path / "<meta>.json").write_text("{")
-    with server.Server(("localhost", 0), store, "token") as jobs, jobs.watch() as seen:
+    with server.Server(("localhost", 0), store, "token") as jobs, jobs.page() as seen:
         seen.wait(0, timeout_s=60)
         assert "&lt;meta http-equiv" in seen.body
         assert "<meta" not in seen.body
@@ -229,6 +229,6 @@ def test_the_table_of_jobs_and_an_error_of_a_poll_are_escaped(record, tmp_path):
     def poll():
         raise ValueError(TAG)
 
-    with watch.Watch(poll) as seen:
+    with live.LivePage(poll) as seen:
         seen.wait(0, timeout_s=60)
         assert "ValueError: &#34;&gt;&lt;meta" in seen.body

@@ -18,11 +18,11 @@ from cluster.backends import BACKENDS
 from cluster.cli.main import app
 from cluster.errors import ClusterError, UsageError
 from cluster.spec.model import Job, JobRecord, Machine, Queue
-from cluster.store import JobStore, Watcher
+from cluster.store import JobStore, SupervisorProcess
 from cluster.supervisor.launcher import _unknown_gpus, gpus_in_use
+from cluster.web.live import LiveJob, LivePage, poll_list
 from cluster.web.metrics import render
 from cluster.web.server import Server
-from cluster.web.watch import PolledJob, Watch, poll_list
 
 
 def record(name, created_at=1.0, backend="compose"):
@@ -183,10 +183,10 @@ def test_following_the_hint_keeps_the_record_and_the_rest_of_the_store(damaged, 
 
 def test_the_page_of_all_jobs_lists_a_record_that_cannot_be_read(damaged, tmp_path):
     damaged.end("a", "done")
-    with Server(("localhost", 0), damaged, "token") as server, server.watch() as watch:
-        watch.wait(0, timeout_s=60)
-        assert 'href="jobs/a/"' in watch.body
-        assert f"cannot read the job record {tmp_path}/b.json" in watch.body
+    with Server(("localhost", 0), damaged, "token") as server, server.page() as live:
+        live.wait(0, timeout_s=60)
+        assert 'href="jobs/a/"' in live.body
+        assert f"cannot read the job record {tmp_path}/b.json" in live.body
 
 
 def test_a_launch_says_that_a_job_whose_record_cannot_be_read_may_use_its_gpus(damaged, tmp_path):
@@ -196,11 +196,11 @@ def test_a_launch_says_that_a_job_whose_record_cannot_be_read_may_use_its_gpus(d
     assert gpus_in_use(damaged) == {}
 
 
-WATCHES = """
+SUPERVISES = """
 import sys, time
 from pathlib import Path
 from cluster.store import JobStore
-with JobStore(Path(sys.argv[1])).watch("a", in_background=True) as is_supervisor:
+with JobStore(Path(sys.argv[1])).supervise("a", in_background=True) as is_supervisor:
     print(is_supervisor, flush=True)
     time.sleep(600)
 """
@@ -208,17 +208,17 @@ with JobStore(Path(sys.argv[1])).watch("a", in_background=True) as is_supervisor
 
 def test_the_process_that_supervises_a_job_is_known_until_it_ends(tmp_path):
     records = JobStore(tmp_path)
-    assert records.watcher("a") is None
-    argv = [sys.executable, "-c", WATCHES, str(tmp_path)]
+    assert records.supervisor_of("a") is None
+    argv = [sys.executable, "-c", SUPERVISES, str(tmp_path)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "True\n"
-        assert records.watcher("a") == Watcher(process.pid, socket.gethostname(), in_background=True)
-        with records.watch("a") as is_supervisor:
+        assert records.supervisor_of("a") == SupervisorProcess(process.pid, socket.gethostname(), in_background=True)
+        with records.supervise("a") as is_supervisor:
             assert not is_supervisor
         process.send_signal(signal.SIGKILL)
-    assert records.watcher("a") is None
-    with records.watch("a"):
-        assert records.watcher("a") == Watcher(os.getpid(), socket.gethostname(), in_background=False)
+    assert records.supervisor_of("a") is None
+    with records.supervise("a"):
+        assert records.supervisor_of("a") == SupervisorProcess(os.getpid(), socket.gethostname(), in_background=False)
 
 
 @pytest.mark.parametrize("before", ["", "4194305 {host} 1\n"], ids=["empty", "of an earlier process"])
@@ -230,7 +230,7 @@ def test_a_process_that_has_just_locked_the_file_is_waited_for(tmp_path, monkeyp
         fcntl.flock(file, fcntl.LOCK_EX)
         named = f"{os.getpid()} {socket.gethostname()} 1\n"
         patched.setattr(store.time, "sleep", lambda _: lock.write_text(named))
-        assert records.watcher("a") == Watcher(os.getpid(), socket.gethostname(), in_background=True)
+        assert records.supervisor_of("a") == SupervisorProcess(os.getpid(), socket.gethostname(), in_background=True)
 
 
 def test_a_process_that_could_not_write_who_it_is_has_no_pid(tmp_path, monkeypatch):
@@ -238,8 +238,8 @@ def test_a_process_that_could_not_write_who_it_is_has_no_pid(tmp_path, monkeypat
     monkeypatch.setattr(store, "_NAMED_WITHIN_S", 0.0)
     with (tmp_path / "a.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        watcher = JobStore(tmp_path).watcher("a")
-    assert (watcher, str(watcher)) == (Watcher(None, "", in_background=False), "another process")
+        supervisor = JobStore(tmp_path).supervisor_of("a")
+    assert (supervisor, str(supervisor)) == (SupervisorProcess(None, "", in_background=False), "another process")
 
 
 def test_a_job_whose_state_cannot_be_read_hides_no_other(tmp_path, monkeypatch):
@@ -256,15 +256,15 @@ def test_a_job_whose_state_cannot_be_read_hides_no_other(tmp_path, monkeypatch):
     rows = [line.split()[:2] for line in result.output.splitlines()]
     assert ["a", "done"] in rows
     assert ["b", "unreachable"] in rows
-    done, unreadable = (PolledJob(name, store) for name in "ab")
+    done, unreadable = (LiveJob(name, store) for name in "ab")
     poll_list([unreadable, done], store)
     assert "KeyError: 'unknown'" in unreadable.row().cause
     metrics = render([unreadable, done]).decode()
     assert 'clusterctl_job_state{backend="unknown",job="b",state="unreachable"} 1.0' in metrics
     assert 'clusterctl_job_state{backend="compose",job="a",state="done"} 1.0' in metrics
-    with (watch := Watch(unreadable.body)):
-        assert watch.wait(0, 10.0)
-        assert "KeyError" in watch.body
+    with (live := LivePage(unreadable.body)):
+        assert live.wait(0, 10.0)
+        assert "KeyError" in live.body
 
 
 def test_a_record_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):

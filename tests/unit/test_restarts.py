@@ -8,6 +8,7 @@ import pytest
 
 from cluster.agent.app.node_agent.events import event
 from cluster.backends import BACKENDS
+from cluster.backends.batch import queued
 from cluster.errors import UnreachableError
 from cluster.spec.model import Job, Machine, Queue
 from cluster.spec.node_status import NodeStatus
@@ -84,14 +85,22 @@ def test_the_docs_have_the_rules():
     table = re.search(r"^\| the attempt ends because .*\n\|-.*\n((?:\|.*\n)+)", text, re.MULTILINE)[1]
     rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines()]
     rows = [(line[2:].rstrip(",.").removesuffix(", or"), "no restart", "") for line in lines.splitlines()] + rows
-    assert rows == [(rule.when, rule.then, "requeued" if rule.in_batch else "") for rule in restarts.RULES]
+    refusals = [(rule.when, "no restart", "") for rule in restarts.RULES if rule.why_not]
+    *requeues, anything_else = [rule.when for rule in restarts.RULES if not rule.why_not]
+    same = "restart on the same nodes"
+    others = "restart with a spare, with fewer nodes (`--nodes 2:4`), or when the machine answers again"
+    assert rows == [
+        *refusals,
+        *((when, then, "requeued") for when, then in zip(requeues, (same, others), strict=True)),
+        (anything_else, same, ""),
+    ]
 
 
 def test_a_batch_script_requeues_after_the_ends_that_the_rules_name():
     job = replace(JOB, hosts=(), spares=(), queue=Queue(Machine("login", "", login="ann@login", run_dir="/r"), {}))
     (text,) = BACKENDS["slurm"].plan(job, attempt=1, port=0).steps[0].files.values()
     (words,) = re.findall("^requeue_after='(.*)'$", text, re.MULTILINE)
-    assert words.split() == [rule.in_batch for rule in restarts.RULES if rule.in_batch]
+    assert words.split() == [queued.ENDED_WITH_CHECKPOINT, queued.ENDED_WITHOUT_CODE]
 
 
 def test_every_rule_decides():

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 from rich.filesize import decimal
 
 from cluster.agent import scripts
-from cluster.backends import monitor, results, script
+from cluster.backends import results, script
 from cluster.backends.awake_clock import AwakeClock
 from cluster.backends.base import Backend, FoundJob
 from cluster.backends.kubernetes import discover, files, kubectl, manifests, pods, preflight, template, waiting
@@ -35,7 +35,7 @@ from cluster.backends.kubernetes.manifests import (
     USER_LABEL,
 )
 from cluster.backends.kubernetes.retries import Retries, is_half_started
-from cluster.backends.monitor import NodeMonitor
+from cluster.backends.monitor import NodeMonitor, in_words
 from cluster.errors import ClusterError, LaunchError, NameTakenError, UnreachableError, UsageError
 from cluster.spec.model import WORKDIR, Device, Inventory, Job, JobRecord, Machine, Node, Plan
 from cluster.spec.node_status import NodeStatus, NodeStatuses
@@ -78,7 +78,7 @@ _ALL_KINDS = ("pods", "services", "configmaps", "secrets")
 class _Attempt:
     """What this process knows of an attempt."""
 
-    watches: list[pods.PodWatch]
+    monitors: list[pods.PodMonitor]
     states: list[waiting.PodState] = field(default_factory=list)
     polled_at: float = -math.inf
     statuses: NodeStatuses = field(default_factory=dict)
@@ -270,8 +270,8 @@ class KubernetesBackend(Backend):
         plan, options = record.plan, manifests.options_of(record.job)
         attempt, client = self._known(plan), _client(plan)
         self._send_inputs(plan, attempt, client)
-        pairs = [*zip(attempt.watches, attempt.states, strict=False)]
-        _ask_again(client, {watch.pod: state for watch, state in pairs if watch.misses_deletion(state)})
+        pairs = [*zip(attempt.monitors, attempt.states, strict=False)]
+        _ask_again(client, {monitor.pod: state for monitor, state in pairs if monitor.misses_deletion(state)})
         retries = attempt.retries
         if retries.is_waiting:
             return self._try_again(plan, attempt, client)
@@ -414,7 +414,7 @@ class KubernetesBackend(Backend):
             try:
                 return self._poll(plans[int(number)], listed)
             except Exception as error:  # one job hides no other
-                raise monitor.in_words(error) from error
+                raise in_words(error) from error
 
         listed.pods(plans[0])  # an API server that does not answer is silent for all jobs
         return [*parallel.each([str(number) for number in range(len(plans))], poll).values()]
@@ -428,7 +428,7 @@ class KubernetesBackend(Backend):
                 return {node.name: replace(waits, node=node.name) for node in plan.nodes}
             if time.monotonic() - attempt.polled_at >= pods.INTERVAL_S:
                 listed = listed or pods.Listed(_client(plan), _selector(plan))
-                statuses, attempt.states = pods.poll(_client(plan), plan, attempt.watches, listed)
+                statuses, attempt.states = pods.poll(_client(plan), plan, attempt.monitors, listed)
                 attempt.statuses = {status.node: self._with_transfer(attempt, status) for status in statuses}
                 attempt.polled_at = time.monotonic()
                 idle = [state.status.phase == "pending" or state.is_final for state in attempt.states]
@@ -449,18 +449,18 @@ class KubernetesBackend(Backend):
 
     def _send_inputs(self, plan: Plan, attempt: _Attempt, client: Kubectl) -> None:
         """Start the transfers to the pods whose init container waits for files."""
-        for watch, state in zip(attempt.watches, attempt.states, strict=False):
-            transfer = attempt.transfers.get(watch.name)
+        for monitor, state in zip(attempt.monitors, attempt.states, strict=False):
+            transfer = attempt.transfers.get(monitor.name)
             if not state.receives or (transfer and (transfer.is_running or transfer.tries >= _SEND_TRIES)):
                 continue
             parts = _kept_parts(plan)
             transfer = transfer or _Transfer(sum(part.size for part in parts))
-            attempt.transfers[watch.name] = transfer
+            attempt.transfers[monitor.name] = transfer
             words = []
             if kept := manifests.kept_workdir(plan.job, manifests.options_of(plan.job)):
                 launch = Path(plan.run_dir, _INPUTS_TAR).stat().st_mtime_ns
-                words = [_KEPT, kept, str(launch), *(["fill"] if watch is attempt.watches[0] else [])]
-            transfer.start(client, watch.pod, plan.job.python, parts, words)
+                words = [_KEPT, kept, str(launch), *(["fill"] if monitor is attempt.monitors[0] else [])]
+            transfer.start(client, monitor.pod, plan.job.python, parts, words)
 
     def _try_again(self, plan: Plan, attempt: _Attempt, client: Kubectl) -> list[str]:
         """Create the pods of the attempt again, if it is time."""
@@ -475,7 +475,7 @@ class KubernetesBackend(Backend):
             return []
         with attempt.lock:
             retries.due_at, attempt.polled_at, attempt.transfers = None, -math.inf, {}
-            attempt.watches = [pods.PodWatch(plan, rank, is_again=True) for rank in range(len(plan.nodes))]
+            attempt.monitors = [pods.PodMonitor(plan, rank, is_again=True) for rank in range(len(plan.nodes))]
         return [f"try {retries.tries + 1}: created the pods again"]
 
     def _stop_ranks(
@@ -485,7 +485,7 @@ class KubernetesBackend(Backend):
 
         Return the pods whose machines do not answer, and whether the ranks of all others have ended.
         """
-        silent = {watch.pod for watch in self._known(plan).watches if watch.is_silent}
+        silent = {monitor.pod for monitor in self._known(plan).monitors if monitor.is_silent}
         asked = [pod for pod in running if pod["metadata"]["name"] not in silent]
         if not asked or grace_s == 0:
             return silent, True
@@ -493,14 +493,15 @@ class KubernetesBackend(Backend):
         silent |= {name for name, error in results.items() if isinstance(error, NodeSilentError)}
         clock = AwakeClock()
         until = clock() + grace_s + _STOP_MARGIN_S
-        left = [watch for watch in self._known(plan).watches if watch.pod in results and watch.pod not in silent]
+        monitors = self._known(plan).monitors
+        left = [monitor for monitor in monitors if monitor.pod in results and monitor.pod not in silent]
         is_asked = all(isinstance(done, Completed) and not done.code for done in results.values())
         while left and is_asked and clock() < until:
-            for watch in left:
-                watch.start(client)
-            for watch in left:
-                watch.wait(time.monotonic() + 1)
-            left = [watch for watch in left if not watch.has_ended]
+            for monitor in left:
+                monitor.start(client)
+            for monitor in left:
+                monitor.wait(time.monotonic() + 1)
+            left = [monitor for monitor in left if not monitor.has_ended]
             time.sleep(_DELETE_POLL_S)
         return silent, not left
 
@@ -599,7 +600,7 @@ def _ask_again(client: Kubectl, deleted: Mapping[str, waiting.PodState]) -> None
 
 
 def _attempt(plan: Plan) -> _Attempt:
-    return _Attempt([pods.PodWatch(plan, rank) for rank in range(len(plan.nodes))])
+    return _Attempt([pods.PodMonitor(plan, rank) for rank in range(len(plan.nodes))])
 
 
 def _client(plan: Plan) -> Kubectl:

@@ -221,7 +221,8 @@ def inputs(job: Job) -> tuple[Mount, ...]:
 def kept_workdir(job: Job, options: Options) -> str:
     """Return where the volume of `runs` keeps the working directory, so that it outlives the pods; "" if nowhere.
 
-    All nodes share it, as on Slurm: in most programs only rank 0 writes the snapshot from which all ranks resume.
+    All nodes share it, as on Slurm: in most programs only rank 0 writes the snapshot from which all ranks resume. A
+    program that writes it into the working directory would otherwise start over after each restart.
     """
     return f"{RUNS}/{job.name}/{WORKDIR}" if job.copies_workdir and options.runs.is_persistent else ""
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from cluster import contract
 from cluster.agent import scripts
-from cluster.backends import log_files, monitor
+from cluster.backends import log_files
 from cluster.backends.awake_clock import AwakeClock
 from cluster.backends.kubernetes import manifests, waiting
 from cluster.backends.kubernetes.kubectl import ContainerEndedError, Kubectl, NotFoundError
+from cluster.backends.monitor import HEARTBEAT_TIMEOUT_S, LOST_AFTER_S
 from cluster.errors import ClusterError
 from cluster.spec import node_status
 from cluster.spec.model import Plan
@@ -37,7 +38,7 @@ MISSED_S = 10.0
 _LOG_TRIES = 3
 
 
-class PodWatch:
+class PodMonitor:
     """What is known of one node's pod: its agent's answers, and how long it has been silent."""
 
     def __init__(self, plan: Plan, rank: int, *, is_again: bool = False) -> None:
@@ -69,7 +70,7 @@ class PodWatch:
     @property
     def is_silent(self) -> bool:
         """Whether the machine of the pod has not answered for so long that it counts as lost."""
-        return self.silent_s > monitor.LOST_AFTER_S
+        return self.silent_s > LOST_AFTER_S
 
     @property
     def has_ended(self) -> bool:
@@ -117,7 +118,7 @@ class PodWatch:
             if waited_s > 2 * INTERVAL_S:
                 return replace(status, silent=f"its machine {state.host} has not answered for {waited_s:.0f} s")
         frozen_s = self._polled_at - self._heartbeat[1]
-        if self.answer is not None and frozen_s > monitor.HEARTBEAT_TIMEOUT_S:
+        if self.answer is not None and frozen_s > HEARTBEAT_TIMEOUT_S:
             return NodeStatus(self.name, "lost", detail=f"no heartbeat of its agent for {frozen_s:.0f} s")
         return status
 
@@ -222,41 +223,41 @@ class Listed:
 
 
 def poll(
-    kubectl: Kubectl, plan: Plan, watches: Sequence[PodWatch], listing: Listed
+    kubectl: Kubectl, plan: Plan, monitors: Sequence[PodMonitor], listing: Listed
 ) -> tuple[list[NodeStatus], list[waiting.PodState]]:
     """Return the status of each node, and the state of its pod. Raises ClusterError if there is no list of pods."""
     listed = listing.pods(plan)
-    found: list[Mapping[str, Any] | None] = [listed.get(watch.pod) for watch in watches]
+    found: list[Mapping[str, Any] | None] = [listed.get(monitor.pod) for monitor in monitors]
     events: list[Mapping[str, Any]] = []
-    missing = [watch for watch, pod in zip(watches, found, strict=True) if pod is None and watch.uid]
+    missing = [monitor for monitor, pod in zip(monitors, found, strict=True) if pod is None and monitor.uid]
     if missing or any(pod is not None and waiting.needs_events(pod) for pod in found):
         with contextlib.suppress(ClusterError):  # without that right a reason is missing, and nothing else
             events = listing.events()
     states = []
-    for watch, pod in zip(watches, found, strict=True):
+    for monitor, pod in zip(monitors, found, strict=True):
         if pod is None:
-            states.append(waiting.PodState(waiting.gone(watch.name, _about(events, watch.uid))))
+            states.append(waiting.PodState(waiting.gone(monitor.name, _about(events, monitor.uid))))
             continue
-        watch.uid = pod["metadata"]["uid"]
-        states.append(waiting.observed(watch.name, pod, _about(events, watch.uid)))
-    running = [watch for watch, state in zip(watches, states, strict=True) if state.runs]
-    for watch in running:
-        watch.start(kubectl)
+        monitor.uid = pod["metadata"]["uid"]
+        states.append(waiting.observed(monitor.name, pod, _about(events, monitor.uid)))
+    running = [monitor for monitor, state in zip(monitors, states, strict=True) if state.runs]
+    for monitor in running:
+        monitor.start(kubectl)
     until = time.monotonic() + _WAIT_S
-    for watch in running:
-        watch.wait(until)
+    for monitor in running:
+        monitor.wait(until)
     statuses = []
-    for watch, state in zip(watches, states, strict=True):
+    for monitor, state in zip(monitors, states, strict=True):
         if state.runs:
-            statuses.append(watch.status(state))
-        elif watch.answer is not None and watch.answer.phase == "exited":
-            statuses.append(replace(watch.answer, where=state.host))  # the agent knew more than the pod does
+            statuses.append(monitor.status(state))
+        elif monitor.answer is not None and monitor.answer.phase == "exited":
+            statuses.append(replace(monitor.answer, where=state.host))  # the agent knew more than the pod does
         else:
             if state.status.phase in ("exited", "lost"):
-                watch.complete_log(kubectl)
-            statuses.append(watch.explained(state.status))
+                monitor.complete_log(kubectl)
+            statuses.append(monitor.explained(state.status))
     statuses = [_if_deleted(status, state) for status, state in zip(statuses, states, strict=True)]
-    different = waiting.different_image(watches[0].image if watches else "", states)
+    different = waiting.different_image(monitors[0].image if monitors else "", states)
     return [different.get(status.node, status) if status.exit_code is None else status for status in statuses], states
 
 

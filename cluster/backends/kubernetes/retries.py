@@ -1,10 +1,11 @@
 """Jobs of which only some pods found a machine: they give it back, and try again later.
 
-Without gang scheduling, two jobs can each hold half of the GPUs and wait for the other half for ever.
+Without gang scheduling, two jobs can each hold half of the GPUs and wait for the other half for ever. Kueue admits all
+pods of a job or none, so with `kueue_queue` no job is half started; but most namespaces have no Kueue. A restart that
+meets an exhausted quota tries again in the same way.
 """
 
 import random
-import threading
 import time
 from dataclasses import dataclass, field
 
@@ -31,7 +32,6 @@ class Retries:
     #: The kinds of objects to create then.
     kinds: tuple[str, ...] = ("Pod",)
     clock: AwakeClock = field(default_factory=AwakeClock)
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, half_started: bool) -> float:
         """Note the state of the pods; return for how many awake seconds the attempt has been half started."""

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from cluster.errors import ClusterError
 from cluster.spec.model import JobRecord
 from cluster.store import JobStore
-from cluster.supervisor import job_monitor, job_state, job_status, page
+from cluster.supervisor import job_monitor, job_status, page
 from cluster.supervisor.job_state import JobView
 from cluster.supervisor.report import seconds
 from cluster.transport import inside
@@ -26,8 +26,8 @@ _LOG_LINES = 2000
 _SAMPLES, _PAUSE_S = 60, 10.0
 
 
-class Watch:
-    """Polls in a thread while someone reads: `with watch:`, then `wait`."""
+class LivePage:
+    """Polls in a thread while someone reads: `with page:`, then `wait`."""
 
     def __init__(self, poll: Callable[[], Markup]) -> None:
         self._poll = poll
@@ -35,7 +35,7 @@ class Watch:
         self._readers, self._thread = 0, threading.Thread()
         self.version, self.body = 0, Markup("")
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> LivePage:
         """Start to poll, unless another reader did."""
         with self._changed:
             self._readers += 1
@@ -77,14 +77,14 @@ def _words(error: Exception) -> str:
     return str(error) if isinstance(error, ClusterError | OSError) else f"{type(error).__name__}: {error}"
 
 
-class PolledJob:
+class LiveJob:
     """Polls one job, over all its attempts, for the list and for the job's own page."""
 
     def __init__(self, job_id: str, store: JobStore) -> None:
         self._job_id, self._store = job_id, store
         self._lock, self._polled_at = threading.Lock(), 0.0
         self.record = store.load(job_id)
-        self._observer: job_monitor.JobMonitor | None = None  # reads the logs, once a page shows the job
+        self._monitor: job_monitor.JobMonitor | None = None  # reads the logs, once a page shows the job
         self.state: str = self.record.outcome or "starting"
         self.view: JobView | None = None
         #: Why the job waits or does not answer, and its state with what was seen of it before.
@@ -102,7 +102,7 @@ class PolledJob:
     @property
     def has_page(self) -> bool:
         """Whether its own page has been shown, for which its logs are read."""
-        return self._observer is not None
+        return self._monitor is not None
 
     def reload(self) -> JobRecord:
         """Read its record again."""
@@ -114,37 +114,31 @@ class PolledJob:
         which only the logs have.
         """
         with self._lock:
-            if not self.is_due and (self._observer or (self.record.outcome and not self.view)):
+            if not self.is_due and (self._monitor or (self.record.outcome and not self.view)):
                 return
             self.reload()
-            if self._observer is None:
-                self._observer = job_monitor.JobMonitor(self._job_id, self._store)
-            observer = self._observer
+            if self._monitor is None:
+                self._monitor = job_monitor.JobMonitor(self._job_id, self._store)
+            monitor = self._monitor
             try:
-                observer.step()
-                reason = ""
-                if observer.state == "queued":
-                    reason = job_state.waits_for(observer.view)
-                if observer.state == job_status.UNREACHABLE:
-                    reason = job_state.silence(observer.view)
-                last = self._store.seen(observer.record)
-                polled = job_status.JobStatus(observer.record, observer.state, observer.view, reason, last=last)
+                monitor.step()
+                status = job_status.observed(monitor.record, self._store, monitor.state, monitor.view)
             except ClusterError as error:
-                polled = job_status.unreachable(self.record, self._store, error, self.view)
-            self._take(polled)
+                status = job_status.unreachable(self.record, self._store, error, self.view)
+            self._take(status)
 
-    def take(self, polled: job_status.JobStatus) -> None:
+    def take(self, status: job_status.JobStatus) -> None:
         """Take the result of a poll of many jobs."""
         with self._lock:
-            self._take(polled)
+            self._take(status)
 
-    def _take(self, polled: job_status.JobStatus) -> None:
+    def _take(self, status: job_status.JobStatus) -> None:
         now = time.time()
-        self.record, self.state = polled.record, polled.state
-        if polled.state != job_status.UNREACHABLE or self.view is None:
-            self.view = polled.view
-        self.problem = "" if polled.record.outcome else polled.why
-        self.words, self.since, self.last_state = polled.words(now), polled.since, polled.last_state
+        self.record, self.state = status.record, status.state
+        if status.state != job_status.UNREACHABLE or self.view is None:
+            self.view = status.view
+        self.problem = "" if status.record.outcome else status.why
+        self.words, self.since, self.last_state = status.words(now), status.since, status.last_state
         if now - self._polled_at > _PAUSE_S:
             self._past = []
         self._polled_at = now
@@ -179,7 +173,7 @@ class PolledJob:
         )
 
 
-def poll_list(shown: Sequence[PolledJob], store: JobStore) -> None:
+def poll_list(shown: Sequence[LiveJob], store: JobStore) -> None:
     """Poll the jobs that are due, with as few commands as possible. One job hides no other."""
     due = []
     for job in shown:
@@ -192,11 +186,11 @@ def poll_list(shown: Sequence[PolledJob], store: JobStore) -> None:
             with contextlib.suppress(ClusterError):  # its record was removed a moment ago
                 job.reload()
             due.append(job)
-    for job, polled in zip(due, job_monitor.poll_all([job.record for job in due], store), strict=True):
-        job.take(polled)
+    for job, status in zip(due, job_monitor.poll_all([job.record for job in due], store), strict=True):
+        job.take(status)
 
 
-def log_lines(job: PolledJob, watch: Watch, node: str, query: str) -> Iterator[list[str]]:
+def log_lines(job: LiveJob, live: LivePage, node: str, query: str) -> Iterator[list[str]]:
     """Yield the lines of a node's log that have `query`, over all attempts: the last ones, then new ones.
 
     An empty list means that nothing is new.
@@ -205,7 +199,7 @@ def log_lines(job: PolledJob, watch: Watch, node: str, query: str) -> Iterator[l
     refused: set[Path] = set()
     lines: deque[str] = deque(maxlen=_LOG_LINES)
     version, is_first = -1, True
-    with watch:
+    with live:
         while True:
             run_dir, newest = Path(job.record.plan.run_dir), job.record.plan.attempt
             while attempt <= newest:
@@ -225,7 +219,7 @@ def log_lines(job: PolledJob, watch: Watch, node: str, query: str) -> Iterator[l
                 is_first = False
                 yield list(lines)
                 lines.clear()
-            version = watch.wait(version, POLL_S)
+            version = live.wait(version, POLL_S)
             yield []
 
 
