@@ -143,7 +143,7 @@ def test_labels_are_drawn_where_their_centres_are(tmp_path):
 def test_a_training_batch_is_drawn_with_its_labels(tmp_path):
     images = torch.full((3, 64, 96, 3), 128, dtype=torch.uint8)
     labels = torch.tensor([[1.0, 1, 0.25, 0.5, 0.25, 0.5]])
-    detect.batch(Batch(images, labels, {}, torch.arange(3), 3), ["cat", "dog"], tmp_path / "b.png")
+    detect.batch(Batch(images, {}, torch.arange(3), 3, labels), ["cat", "dog"], tmp_path / "b.png")
     image = cv2.imread(str(tmp_path / "b.png"))
     ys, xs = np.nonzero(near(image, class_colour(1)))
     scale = 420 / 96  # the second of two columns

@@ -60,7 +60,7 @@ def test_the_record_of_a_run(tmp_path, shown, task):
     RunLogger(tmp_path, task).epoch(7, row(7), [])  # an earlier run in the same folder
     record = RunLogger(tmp_path, task)
     record.begin()
-    record.first_batch(Batch(torch.zeros(2, 64, 64, 3, dtype=torch.uint8), torch.zeros(0, 6), {}, torch.arange(2), 2))
+    record.first_batch(Batch(torch.zeros(2, 64, 64, 3, dtype=torch.uint8), {}, torch.arange(2), 2, torch.zeros(0, 6)))
     assert sorted(p.suffix for p in tmp_path.iterdir() if "events" not in p.name) == [".jpg", ".png"]
     for epoch in (1, 2, 3):
         write_row(tmp_path / "results.csv", row(epoch))

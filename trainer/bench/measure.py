@@ -15,9 +15,9 @@ import torch
 
 from trainer.bench.processes import Runner, request_of, run_here
 from trainer.config import Settings, traits_of
+from trainer.data.batch import TrainBatch
 from trainer.data.cache.image_cache import image_folders
 from trainer.data.loading.dataloader import PREFETCH, start_forkserver
-from trainer.data.loading.detection_loader import Batch
 from trainer.distributed import comm
 from trainer.engine.events import Events
 from trainer.engine.memory import keep_freed_memory
@@ -126,14 +126,14 @@ def start_trainer(settings: Settings, threads: int) -> Trainer:
     return run
 
 
-def steps_of(run: Trainer) -> Iterator[Batch]:
+def steps_of(run: Trainer) -> Iterator[TrainBatch]:
     """Yield the batches of an endless training."""
     while True:
         yield from run.batches()
         run.begin_epoch()
 
 
-def warm_up(run: Trainer, batches: Iterator[Batch], steps: int) -> None:
+def warm_up(run: Trainer, batches: Iterator[TrainBatch], steps: int) -> None:
     """Train the first steps, then decode the images that later epochs find in the cache (--cache). A collective."""
     for _ in range(steps):
         run.step(next(batches))
@@ -179,7 +179,7 @@ def time_run(run: Trainer, effort: Effort) -> dict[str, Any]:
 
 
 def _time_batches(
-    run: Trainer, batches: Iterator[Batch], steps: int, use: Callable[[Batch], object], multiple: int
+    run: Trainer, batches: Iterator[TrainBatch], steps: int, use: Callable[[TrainBatch], object], multiple: int
 ) -> tuple[float, int, int]:
     """Return images per second, images and steps of the next `steps` batches, or of as many as take SECONDS.
 

@@ -1,7 +1,9 @@
 """Detector families: the names with which --cfg begins, and the module of each. A family is a file and a line here."""
 
 import re
+from typing import Any
 
+ModelCfg = dict[str, Any]  # a detector's description: {family: model}, or the content of a model file
 # A family's name (torchvision:MODEL, dfine-SIZE), and the module with its function `build`, which is imported when
 # needed. The family without a name has model files. The defaults of a family's options may be in presets.py.
 FAMILIES = {

@@ -1,22 +1,37 @@
-"""BatchData: what every batch is made of, and how it travels from a worker to the training process."""
+"""Batches: what the dataloaders give to a step and to its loss, and how they travel from a worker to the trainer."""
 
-from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
 FILL = 114  # gray of an image's background
+BoxLabels = npt.NDArray[np.float32]  # (n, 6): image of the batch, class, cx, cy, w, h as fractions of its sides
+Targets = Mapping[str, Tensor]  # what a loss needs of a batch's labels, by name; what makes them documents the shapes
+Rows = Callable[[str, int], int]  # the name of a list and the entries that it needs -> the rows to give it
+
+
+def exact(_: str, needed: int) -> int:
+    """Give every list the rows that it needs: the `Rows` of a step whose shapes may change."""
+    return needed
+
+
+class Assign(Protocol):
+    """Makes the targets of a detector's loss, in a dataloader worker."""
+
+    def __call__(
+        self, labels: BoxLabels, images: int, height: int, width: int, rows: Rows = exact
+    ) -> dict[str, Tensor]:
+        """Return the targets of `images` images of height x width px; `rows` may make their shapes independent of n."""
 
 
 class BatchData:
-    """Mixin for batch dataclasses, whose fields are tensors, dicts of tensors, and plain values.
-
-    A training batch has `images`, `targets` (what the loss needs of the labels, by name), `ids` int64 (b,), and
-    `global_size`, the images of the step on all ranks together.
-    """
+    """Mixin for batch dataclasses, whose fields are tensors, dicts of tensors, and plain values."""
 
     def pin_memory(self: Any) -> Any:
         """Return the same batch in pinned memory."""
@@ -52,7 +67,17 @@ def _batch_of(kind: Any, values: list[Any]) -> Any:
     return kind(*map(received, values))
 
 
-def empty_images(shape: tuple[int, ...]) -> torch.Tensor:
+@dataclass
+class TrainBatch(BatchData):
+    """One rank's part of a global training batch of any task."""
+
+    images: Tensor  # uint8 (b, h, w, 3), RGB
+    targets: dict[str, Tensor]  # see `Targets`
+    ids: Tensor  # int64 (b,): the numbers of the images in the dataset
+    global_size: int  # images of this step on all ranks together
+
+
+def empty_images(shape: tuple[int, ...]) -> Tensor:
     """Return a uint8 tensor for a batch's images; a worker allocates it in shared memory, which saves a copy."""
     images = torch.empty(shape, dtype=torch.uint8)
     return images.share_memory_() if get_worker_info() else images  # type: ignore[no-untyped-call]

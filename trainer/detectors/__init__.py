@@ -4,16 +4,17 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from trainer.config import FAMILIES, Hyp, Settings, family_of, named_families, traits_of
+from trainer.config import FAMILIES, Hyp, ModelCfg, Settings, family_of, named_families, traits_of
+from trainer.data.dataset import Dataset
 from trainer.errors import TrainerError
-from trainer.losses import Criterion
+from trainer.losses import Criterion, Outputs
 from trainer.models.yolo import load_cfg
 from trainer.weights import checkpoint_file
 
@@ -46,6 +47,19 @@ class Detections:
     classes: Tensor
 
 
+# (model, its outputs, limits) -> the detections of each image, on the CPU and in pixels of the images.
+Postprocess = Callable[[Any, Outputs, Limits], list[Detections]]
+
+
+class Fit(Protocol):
+    """Fits the untrained model to the boxes of the data, as AutoAnchor does."""
+
+    def __call__(
+        self, model: Any, cfg: ModelCfg, dataset: Dataset, /, *, imgsz: int, anchor_t: float, seed: int
+    ) -> tuple[ModelCfg, str]:
+        """Return the new description of the model, and a message for the user. A collective."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """A validation image uint8 (h, w, 3) RGB with its labels and its detections, for a plot.
@@ -72,7 +86,7 @@ class Parts:
 
     model: nn.Module
     criterion: Criterion
-    postprocess: Callable[[Any, Any, Limits], list[Detections]]
+    postprocess: Postprocess
     stride: int = 32
     least_side: int = 64  # pixels of the smallest image that the model takes
     needs_squares: bool = False  # whether it predicts fractions of an image's sides, and so learns only squares
@@ -85,11 +99,10 @@ class Parts:
     needs_targets: bool = False  # whether the model takes the targets in training
     can_split: bool = True  # whether torch.fx can trace the model and cut it between its layers
     # For an export: (model, outputs) -> boxes (b, n, 4) xyxy in px, scores (b, n, nc). None: it cannot be exported.
-    decode: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
+    decode: Callable[[Any, Outputs], tuple[Tensor, Tensor]] | None = None
     has_ranked_rows: bool = False  # whether rounding can swap rows of `decode`, which are in the order of scores
     exports_any_size: bool = True  # whether an exported file can take images of any number and size
-    # Fits the untrained model to the data: (model, cfg, data set, and its keywords) -> the new cfg and a message.
-    fit: Callable[..., tuple[dict[str, Any], str]] | None = None
+    fit: Fit | None = None
 
     def check(self, settings: Settings, where: str) -> None:
         """Raise TrainerError for settings that the family does not support; `where` names the model."""
@@ -102,6 +115,13 @@ class Parts:
         for key, has_effect in (("backbone_lr", self.backbone), ("dropout", self.has_dropout)):
             if getattr(settings.hyp, key) != getattr(Hyp(), key) and not has_effect:
                 raise TrainerError(f"--hyp: {key} has no effect on {where}", "leave it out")
+
+
+class Build(Protocol):
+    """A family's function `build`."""
+
+    def __call__(self, cfg: ModelCfg, /, *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
+        """Build the model `cfg` of the family for `nc` classes; errors name its origin `where`."""
 
 
 def best_pairs(boxes: Tensor, scores: Tensor, limits: Limits) -> list[Detections]:
@@ -123,17 +143,17 @@ def best_pairs(boxes: Tensor, scores: Tensor, limits: Limits) -> list[Detections
     return found
 
 
-def read_cfg(cfg: str) -> dict[str, Any]:
+def read_cfg(cfg: str) -> ModelCfg:
     """Return the description of --cfg: a family's model, else a model file or the import path of a function."""
     family, model = family_of(cfg)
     return {family: model} if family else load_cfg(cfg)
 
 
-def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
+def build(cfg: ModelCfg, *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build the detector of a description for `nc` classes; errors name its origin `where`."""
     family = next((name for name in named_families() if name in cfg), "")
-    made: Parts = _import(f"{FAMILIES[family]}:build", where)(cfg, nc=nc, where=where, hyp=hyp, imgsz=imgsz)
-    return made
+    build_family: Build = _import(f"{FAMILIES[family]}:build", where)
+    return build_family(cfg, nc=nc, where=where, hyp=hyp, imgsz=imgsz)
 
 
 def load_weights(weights: str) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """AutoAnchor: replaces anchors that fit the boxes of the data badly, by k-means and then random mutations."""
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainer.config import ModelCfg
 from trainer.data.dataset import Dataset
 from trainer.distributed import comm
 from trainer.models.heads import Detect
@@ -35,8 +34,8 @@ def box_sizes(dataset: Dataset, imgsz: int, seed: int) -> Sizes:
 
 
 def fit_anchors(
-    model: Yolo, cfg: dict[str, Any], dataset: Dataset, *, imgsz: int, anchor_t: float, seed: int
-) -> tuple[dict[str, Any], str]:
+    model: Yolo, cfg: ModelCfg, dataset: Dataset, *, imgsz: int, anchor_t: float, seed: int
+) -> tuple[ModelCfg, str]:
     """Replace the model's anchors if they fit too few boxes of the dataset.
 
     Rank 0 chooses for all ranks. Return `cfg` with the current anchors in pixels, and a message for the user ("" for a

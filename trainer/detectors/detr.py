@@ -8,7 +8,8 @@ from transformers import DetrConfig, DetrForObjectDetection
 from transformers.loss.loss_for_object_detection import HungarianMatcher, ImageLoss
 from transformers.models.detr.modeling_detr import DetrFrozenBatchNorm2d
 
-from trainer.config import Hyp
+from trainer.config import Hyp, ModelCfg
+from trainer.data.batch import Targets
 from trainer.detectors import Parts
 from trainer.detectors.transformers_nets import (
     LAYERS,
@@ -20,7 +21,7 @@ from trainer.detectors.transformers_nets import (
     in_px,
     postprocess,
 )
-from trainer.losses import Criterion
+from trainer.losses import Criterion, Outputs
 from trainer.models.torchvision_nets import Classifier
 
 
@@ -32,7 +33,7 @@ def _resnet(depths: list[int]) -> dict[str, Any]:
 SIZES = {"r50": _resnet([3, 4, 6, 3]), "r101": _resnet([3, 4, 23, 3])}
 
 
-def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
+def build(cfg: ModelCfg, *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build {"detr": a size, or the library's configuration} for `nc` classes."""
     dropout = {} if hyp.dropout is None else {"dropout": hyp.dropout}
     net = DetrForObjectDetection(DetrConfig(**describe(cfg, SIZES, nc, where) | dropout))
@@ -128,7 +129,7 @@ class DetrLoss(QueryLoss):
                 if hasattr(module, name):
                     setattr(module, name, 0.0)
 
-    def outputs_of(self, network: nn.Module, images: Tensor, targets: Any, /) -> Any:
+    def outputs_of(self, network: nn.Module, images: Tensor, targets: Targets, /) -> Outputs:
         """Run the network on the images."""
         return network(images)
 

@@ -10,7 +10,7 @@ from transformers import DFineConfig, DFineForObjectDetection
 from transformers.loss.loss_d_fine import DFineLoss, bbox2distance
 from transformers.models.hgnet_v2.modeling_hgnet_v2 import HGNetV2LearnableAffineBlock
 
-from trainer.config import Hyp
+from trainer.config import Hyp, ModelCfg
 from trainer.detectors import Parts
 from trainer.detectors.transformers_nets import (
     NOISE,
@@ -112,7 +112,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
+def build(cfg: ModelCfg, *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build {"dfine": a size, or the library's configuration} for `nc` classes."""
     config = DFineConfig(**describe(cfg, SIZES, nc, where))
     net = DFineForObjectDetection(config).model

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import RTDetrV2Config, RTDetrV2ForObjectDetection
 
-from trainer.config import Hyp
+from trainer.config import Hyp, ModelCfg
 from trainer.detectors import Parts
 from trainer.detectors.transformers_nets import InPairs, QueryLoss, describe, parts_of
 
@@ -29,7 +29,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
+def build(cfg: ModelCfg, *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build {"rtdetrv2": a size, or the library's configuration} for `nc` classes."""
     config = RTDetrV2Config(**describe(cfg, SIZES, nc, where))
     return parts_of(RTDetrV2ForObjectDetection(config).model, QueryLoss(InPairs(config), config))

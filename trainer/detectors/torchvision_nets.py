@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torchvision.models import detection
@@ -21,10 +20,11 @@ from torchvision.models.detection.rpn import concat_box_prediction_layers
 from torchvision.ops import box_iou
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
-from trainer.config import Hyp
-from trainer.detectors import Detections, Limits, Parts
+from trainer.config import Hyp, ModelCfg
+from trainer.data.batch import Assign, BoxLabels, Rows, Targets, exact
+from trainer.detectors import Detections, Limits, Parts, Postprocess
 from trainer.errors import TrainerError
-from trainer.losses import Criterion, ImageSize, Rows, Targets, exact
+from trainer.losses import Criterion, ImageSize, Outputs
 from trainer.models.torchvision_nets import Classifier
 
 NO_BORDER = (torch.inf, torch.inf)  # boxes are clipped to the original image later
@@ -35,7 +35,7 @@ RCNNS = ("resnet50_fpn", "resnet50_fpn_v2", "mobilenet_v3_large_fpn", "mobilenet
 SSDLITE_STRIDE = 512  # of its coarsest level
 
 
-def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
+def build(cfg: ModelCfg, *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build {"torchvision": one of MODELS} for `nc` classes."""
     name = cfg["torchvision"]
     if name not in MODELS:
@@ -74,7 +74,7 @@ def _untrained(name: str, classes: int, **more: Any) -> Any:
     return getattr(detection, name)(weights=None, weights_backbone=None, num_classes=classes, **more)
 
 
-def _parts(network: nn.Module, loss: Criterion, postprocess: Any, **more: Any) -> Parts:
+def _parts(network: nn.Module, loss: Criterion, postprocess: Postprocess, **more: Any) -> Parts:
     return Parts(network, loss, postprocess, can_compile=False, can_split=False, **more)
 
 
@@ -135,7 +135,7 @@ class RetinaNetLoss(Criterion):
         super().__init__([1.0] * len(self.terms))
         self._compute = net.compute_loss  # its matcher and its coder have no weights
 
-    def assigner(self, model: Any, /) -> Any:
+    def assigner(self, model: Any, /) -> Assign:
         """Return `boxes_of`."""
         return boxes_of
 
@@ -270,11 +270,11 @@ class TwoStageLoss(Criterion):
         super().__init__([1.0] * len(self.terms))
         self._rpn = (net.rpn,)  # in a tuple: its weights are the network's
 
-    def assigner(self, model: Any, /) -> Any:
+    def assigner(self, model: Any, /) -> Assign:
         """Return `boxes_of`."""
         return boxes_of
 
-    def outputs_of(self, network: nn.Module, images: Tensor, targets: Targets, /) -> Any:
+    def outputs_of(self, network: nn.Module, images: Tensor, targets: Targets, /) -> Outputs:
         """Run the network on the images, and let it choose among the proposals by their boxes."""
         return network(images, labels_of(targets["boxes"], len(images), first=1))
 
@@ -311,9 +311,7 @@ def labels_of(boxes: Tensor, images: int, first: int = 0) -> Labels:
     return [{"boxes": each[:, 2:], "labels": each[:, 1].long() + first} for each in mine]
 
 
-def boxes_of(
-    labels: npt.NDArray[np.float32], images: int, height: int, width: int, rows: Rows = exact
-) -> dict[str, Tensor]:
+def boxes_of(labels: BoxLabels, images: int, height: int, width: int, rows: Rows = exact) -> dict[str, Tensor]:
     """Return `boxes` float32 (n, 6), [image, class, x1, y1, x2, y2] in pixels; without rows that pad."""
     centre, half = labels[:, 2:4], labels[:, 4:] / 2
     corners = np.concatenate((centre - half, centre + half), 1) * np.array([width, height] * 2, np.float32)

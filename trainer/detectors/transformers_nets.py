@@ -20,10 +20,11 @@ from transformers import AutoModelForObjectDetection
 from transformers.loss.loss_rt_detr import RTDetrHungarianMatcher, RTDetrLoss
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from trainer.config import named_families
+from trainer.config import ModelCfg, named_families
+from trainer.data.batch import Targets
 from trainer.detectors import Detections, Limits, Parts, best_pairs
 from trainer.errors import TrainerError
-from trainer.losses import Criterion, ImageSize, Targets
+from trainer.losses import Criterion, ImageSize, Outputs
 from trainer.weights import checkpoint_file
 
 # The library checks values of tensors in its layers, which a GPU would have to be waited for, and ONNX cannot express.
@@ -171,7 +172,7 @@ class QueryLoss(Criterion):
         """Learn without noisy copies of the boxes."""
         self._config.num_denoising = 0
 
-    def outputs_of(self, network: nn.Module, images: Tensor, targets: Targets, /) -> Any:
+    def outputs_of(self, network: nn.Module, images: Tensor, targets: Targets, /) -> Outputs:
         """Run the network on the images and noisy copies of their boxes."""
         return network(images, labels_of(targets["labels"], len(images)))
 
@@ -238,7 +239,7 @@ def postprocess(model: Any, outputs: dict[str, Tensor], limits: Limits) -> list[
     return best_pairs(*decode(model, outputs), limits)
 
 
-def describe(cfg: dict[str, Any], sizes: Mapping[str, dict[str, Any]], nc: int, where: str) -> dict[str, Any]:
+def describe(cfg: ModelCfg, sizes: Mapping[str, dict[str, Any]], nc: int, where: str) -> dict[str, Any]:
     """Return the arguments of the library's configuration, from {family: a size, or a stored configuration}."""
     family = next(name for name in named_families() if name in cfg)
     described = cfg[family]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import batched_nms
 
-from trainer.config import Hyp
+from trainer.config import Hyp, ModelCfg
 from trainer.detectors import Detections, Limits, Parts, best_pairs
 from trainer.detectors.autoanchor import fit_anchors
 from trainer.losses.aligned import ONE_TO_MANY, ONE_TO_ONE, AlignedLoss
@@ -21,7 +21,7 @@ MAX_CANDIDATES = 30000  # YOLOv5's own limit
 PLAIN_EPOCHS = 10  # of an anchor-free head, at the end without mosaics
 
 
-def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
+def build(cfg: ModelCfg, *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build a model description, of a model file or {"import": path}, for `nc` classes."""
     model = build_yolo(check_cfg(cfg, where), nc=nc, where=where)
     head, stride = model.detect, max(model.detect.strides)

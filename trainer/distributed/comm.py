@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -191,12 +191,27 @@ def usable_cores() -> int:
         return cores
 
 
-def share_of(world: World, device: torch.device, workers: int | None, stride: int) -> dict[str, Any]:
+class LoaderShare(TypedDict):
+    """A loader's arguments that depend on the rank."""
+
+    rank: int  # of `world` ranks that share each batch
+    world: int
+    local_size: int  # ranks on this node
+    workers: int  # dataloader workers of each rank
+    stride: int  # pixels of which the sides of the images are multiples
+
+
+def share_of(world: World, device: torch.device, workers: int | None, stride: int) -> LoaderShare:
     """Return a loader's arguments that depend on the rank. `workers` is by default 0 on a CPU, which trains itself."""
     if workers is None:
         workers = 0 if device.type == "cpu" else min(8, usable_cores() // world.local_size)
-    place = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
-    return {**place, "workers": workers, "stride": stride}
+    return {
+        "rank": world.rank,
+        "world": world.size,
+        "local_size": world.local_size,
+        "workers": workers,
+        "stride": stride,
+    }
 
 
 def limit_threads(world: World, device: torch.device) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 
 from trainer.config import DEFAULT_STRATEGY, Settings, traits_of
+from trainer.data.batch import Targets
 from trainer.distributed import comm
 from trainer.engine.memory import is_out_of_memory
 from trainer.engine.meter import LossMeter
 from trainer.errors import TrainerError
-from trainer.losses import Targets
 from trainer.strategies.network_with_loss import NetworkWithLoss
 from trainer.strategies.strategy import Strategy
 

@@ -6,26 +6,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.data.loading.dataloader import EvalLoader
 from trainer.distributed import comm
-from trainer.tasks import Task
+from trainer.tasks import Scores, Task
 
 
 class Evaluator:
     """The validation of a training, and what the last one found."""
 
-    def __init__(self, task: Task, loader: Any) -> None:
+    def __init__(self, task: Task, loader: EvalLoader[Any]) -> None:
         self._task, self.loader = task, loader
         self.metric = task.metric()  # of the last validation; on rank 0 merged over the ranks
         self.samples: Sequence[Any] = ()  # images of this rank with their predictions
 
-    def __call__(self, model: nn.Module, batches: Iterable[Any], device: torch.device, dtype: torch.dtype) -> Any:
+    def __call__(self, model: nn.Module, batches: Iterable[Any], device: torch.device, dtype: torch.dtype) -> Scores:
         """Return the model's scores over the batches of all ranks. A collective."""
         metric, self.samples = self._task.evaluate(model, batches, device, dtype)
         parts = comm.gather(metric)
-        scores = None
+        scores: Scores | None = None
         if parts:
             self.metric = self._task.metric()
             for part in parts:
                 self.metric.merge(part)
             scores = self.metric.compute()
-        return comm.broadcast(scores)
+        merged: Scores = comm.broadcast(scores)
+        return merged

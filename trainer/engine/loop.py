@@ -15,6 +15,7 @@ from trainer import contract
 from trainer.config import Settings, traits_of
 from trainer.config.faults import note_left_out
 from trainer.config.settings import interval
+from trainer.data.batch import TrainBatch
 from trainer.data.cache.image_cache import image_folders
 from trainer.data.dataset import fingerprint_of
 from trainer.data.loading.dataloader import start_forkserver
@@ -312,7 +313,7 @@ class TrainLoop:
         self._log(training.meter.last_step + 1, last)
         return (training.meter.sums + last) / steps, (state.images - images) / max(time.perf_counter() - begin, 1e-9)
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Iterator[TrainBatch]:
         batches = self.training.timer.waiting(self.training.batches())
         while True:
             with self.watchdog.during("loading"), self._memory_errors("while a batch was prepared"):

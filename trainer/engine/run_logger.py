@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.data.batch import TrainBatch
+from trainer.metrics.scores import Metric, Scores
 from trainer.tasks import Task
 
 _SPEED = ("images_per_s", "seconds")
@@ -24,7 +26,7 @@ class RunLogger:
             for old in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
                 old.unlink()
         self._events = SummaryWriter(folder, purge_step=epoch, filename_suffix=_SUFFIX)
-        self._best: tuple[Any, Any] | None = None
+        self._best: tuple[Metric, Scores] | None = None
         self._shown: Sequence[Any] = ()
 
     @property
@@ -37,7 +39,7 @@ class RunLogger:
         """Plot the statistics of the training labels."""
         self._drawings.labels(self._task.train_set, self._folder / "labels.png")
 
-    def first_batch(self, batch: Any) -> None:
+    def first_batch(self, batch: TrainBatch) -> None:
         """Draw the first training batch."""
         self._drawings.batch(batch, self._task.names, self._folder / "train_batch0.jpg")
 
@@ -53,7 +55,7 @@ class RunLogger:
             self._show(epoch)
         self._events.flush()  # for a TensorBoard that is open during the run
 
-    def best(self, metric: Any, scores: Any) -> None:
+    def best(self, metric: Metric, scores: Scores) -> None:
         """Keep the metric of the best epoch so far, for the plots and the table at the end."""
         self._best = metric, scores
 

@@ -8,16 +8,15 @@ has to stop.
 """
 
 import contextlib
-from typing import Any
 
 from torch import Tensor
 
+from trainer.data.batch import Targets, TrainBatch
 from trainer.distributed import comm
 from trainer.engine.meter import LossMeter
 from trainer.engine.state import StepResult, TrainState, seed_generators
 from trainer.engine.timing import StepTimer
 from trainer.engine.update import WeightUpdate
-from trainer.losses import Targets
 from trainer.strategies.network_with_loss import NetworkWithLoss
 from trainer.strategies.strategy import Strategy
 from trainer.tasks import Task
@@ -40,7 +39,14 @@ class TrainStep:
         self._update, self._meter, self._timer = update, meter, timer
 
     def __call__(
-        self, batch: Any, state: TrainState, number: int, *, is_last: bool, stop: bool = False, save: bool = False
+        self,
+        batch: TrainBatch,
+        state: TrainState,
+        number: int,
+        *,
+        is_last: bool,
+        stop: bool = False,
+        save: bool = False,
     ) -> StepResult:
         """Train on a batch, in step `number` of the run (from 0), and advance `state`.
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from trainer.config import DIGITS, Settings, traits_of
 from trainer.config.settings import layers
+from trainer.data.batch import TrainBatch
 from trainer.data.loading.dataloader import on_side_stream
 from trainer.distributed import comm
 from trainer.engine.compilation import GRAPHS, Compilation, choose_mode
@@ -33,7 +34,7 @@ from trainer.models import freeze
 from trainer.models.precision import native_bf16, pick_dtype, set_algorithms, set_tf32
 from trainer.strategies.network_with_loss import NetworkWithLoss
 from trainer.strategies.strategy import Conditions, Strategy
-from trainer.tasks import open_task
+from trainer.tasks import Scores, open_task
 from trainer.weights import checkpoint_file
 
 
@@ -175,12 +176,12 @@ class Trainer:
         """The number of steps whose loss has been reduced and logged; the last step's follows with the next step."""
         return max(self.meter.last_step, int(self.state.epoch * self.train_loader.steps))
 
-    def batches(self) -> Iterator[Any]:
+    def batches(self) -> Iterator[TrainBatch]:
         """Return the rest of the epoch's batches of this rank."""
         batches = self.train_loader.epoch(self.state.epoch, self.state.step)
         return on_side_stream(batches, self._side_stream) if self._side_stream else batches
 
-    def step(self, batch: Any, stop: bool = False, save: bool = False) -> StepResult:
+    def step(self, batch: TrainBatch, stop: bool = False, save: bool = False) -> StepResult:
         """Train on the next batch of the epoch: see `TrainStep`."""
         if self.compilation.is_due(batch.global_size):
             moved = self.task.move(batch, self.device)
@@ -226,7 +227,7 @@ class Trainer:
         s, done = self.settings, self.state.epoch + 1
         return not s.noval and (done % s.val_period == 0 or done == s.epochs)
 
-    def validate(self, batches: Iterable[Any]) -> Any:
+    def validate(self, batches: Iterable[Any]) -> Scores:
         """Return the averaged model's scores over the batches of all ranks. A collective."""
         return self.evaluator(self.strategy.gather_average(), batches, self.device, self.dtype)
 

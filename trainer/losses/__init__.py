@@ -1,24 +1,20 @@
 """Losses whose value does not depend on the number of ranks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-Targets = Mapping[str, Tensor]  # what a criterion needs of a batch's labels, by name: it documents shapes and dtypes
+from trainer.data.batch import Assign, BoxLabels, Rows, Targets, exact
+
 ImageSize = tuple[int, int]  # height and width in pixels of all images of a batch
-Rows = Callable[[str, int], int]  # the name of a list and the entries that it needs -> the rows to give it
+Outputs = Any  # of a network in training, as it returns them: each family's own structure of tensors
 
 
-def exact(_: str, needed: int) -> int:
-    """Give every list the rows that it needs: the `Rows` of a step whose shapes may change."""
-    return needed
-
-
-def as_labels(labels: Any, images: int, height: int, width: int, rows: Rows = exact) -> dict[str, Tensor]:
-    """Return the labels float32 (n, 6) of a batch, as `Criterion.assigner` describes them; without rows that pad."""
+def as_labels(labels: BoxLabels, images: int, height: int, width: int, rows: Rows = exact) -> dict[str, Tensor]:
+    """Return the labels of a batch, float32 (n, 6) as `BoxLabels`, as its targets; without rows that pad."""
     return {"labels": torch.from_numpy(labels)}
 
 
@@ -39,7 +35,7 @@ class Criterion(nn.Module, ABC):
         self.register_buffer("gains", torch.tensor(gains, dtype=torch.float32))
 
     @abstractmethod
-    def forward(self, outputs: Any, targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: Outputs, targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
         """Return this rank's sums (t, d) float32 with gradients, and its counts (d,) float64.
 
         `size` is that of the images that the outputs are of, for a loss in pixels.
@@ -50,7 +46,7 @@ class Criterion(nn.Module, ABC):
         shapes of the result and of everything on the way depend on the shapes of the arguments alone.
         """
 
-    def outputs_of(self, network: nn.Module, images: Tensor, targets: Targets, /) -> Any:
+    def outputs_of(self, network: nn.Module, images: Tensor, targets: Targets, /) -> Outputs:
         """Run the network on a training batch; a network that learns from noisy copies of the targets gets them here.
 
         `images` are float (b, 3, h, w) in 0..1.
@@ -69,12 +65,10 @@ class Criterion(nn.Module, ABC):
         """Draw no random numbers from now on: each rank draws its own, which `trainer verify` could not compare."""
         return
 
-    def assigner(self, model: Any, /) -> Callable[..., dict[str, Tensor]]:
+    def assigner(self, model: Any, /) -> Assign:
         """Return what makes the targets of a detector's batch in a dataloader worker, for the model as it is now.
 
-        By default they are the labels. It is called with the labels float32 (n, 6), [image, class, cx, cy, w, h]
-        normalised; the number of images; their height and width; and optionally `Rows`, which makes the shapes of the
-        targets independent of n.
+        By default they are the labels.
         """
         return as_labels
 

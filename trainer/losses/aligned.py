@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config import Hyp
+from trainer.data.batch import BoxLabels, Rows, Targets, exact
 from trainer.errors import TrainerError
-from trainer.losses import Criterion, ImageSize, Rows, Targets, exact
+from trainer.losses import Criterion, ImageSize
 from trainer.losses.anchored import bce, ciou
 
 Floats = npt.NDArray[np.float32]
@@ -40,7 +41,9 @@ class CandidateTargets:
 
     strides: tuple[int, ...]
 
-    def __call__(self, labels: Floats, images: int, height: int, width: int, rows: Rows = exact) -> dict[str, Tensor]:
+    def __call__(
+        self, labels: BoxLabels, images: int, height: int, width: int, rows: Rows = exact
+    ) -> dict[str, Tensor]:
         """List the points strictly inside each box, of `images` images of height x width px; small sides are widened.
 
         `labels` float32 (n, 6) is [image, class, cx, cy, w, h], normalised. The result is sorted by box, then by

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config import Hyp
-from trainer.losses import Criterion, ImageSize, Rows, Targets, exact
+from trainer.data.batch import BoxLabels, Rows, Targets, exact
+from trainer.losses import Criterion, ImageSize
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -59,7 +60,9 @@ class AnchorTargets:
     strides: tuple[int, ...]
     anchor_t: float
 
-    def __call__(self, labels: Floats, images: int, height: int, width: int, rows: Rows = exact) -> dict[str, Tensor]:
+    def __call__(
+        self, labels: BoxLabels, images: int, height: int, width: int, rows: Rows = exact
+    ) -> dict[str, Tensor]:
         """Return the targets of `images` images of height x width px.
 
         `labels` float32 (n, 6) is [image, class, cx, cy, w, h], normalised. Each of the l levels gets `rows` rows p:

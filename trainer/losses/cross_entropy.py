@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config import IGNORED
-from trainer.losses import Criterion, ImageSize, Targets
+from trainer.data.batch import Targets
+from trainer.losses import Criterion, ImageSize
 
 
 class ClassificationLoss(Criterion):

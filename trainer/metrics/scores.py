@@ -2,11 +2,21 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+
+class Metric(Protocol):
+    """Counts of a rank's images, from which the scores are computed after the ranks' counts are merged."""
+
+    def merge(self, other: Any, /) -> None:
+        """Add the counts of another metric of the same type."""
+
+    def compute(self) -> "Scores":
+        """Return the scores."""
 
 
 class Scores:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from trainer.config import imports, yaml_file
-from trainer.config.families import named_families
+from trainer.config.families import ModelCfg, named_families
 from trainer.config.faults import BadData
 from trainer.config.other_models import known_models, other_model
 from trainer.errors import TrainerError
@@ -81,7 +81,7 @@ class Yolo(nn.Module):
         return [256 // t.shape[2] for t in raw]
 
 
-def load_cfg(cfg: str) -> dict[str, Any]:
+def load_cfg(cfg: str) -> ModelCfg:
     """Read a model file: a packaged name (yolov5n.yaml) or a path; its keys are checked, its rows not yet.
 
     An import path, package.module:function, is {"import": path} instead: function(nc) makes the model.
@@ -111,7 +111,7 @@ def _models_like(cfg: str) -> str:
     return f"did you mean {' or '.join(near)}? Models are {known_models()}" if near else f"use {known_models()}"
 
 
-def check_cfg(content: Any, where: str) -> dict[str, Any]:
+def check_cfg(content: Any, where: str) -> ModelCfg:
     """Check the keys of a model description and return it; errors name its origin `where`."""
     if not isinstance(content, dict):
         raise TrainerError(f"{where}: a model file is a mapping with the keys {', '.join(KEYS)}")
@@ -132,7 +132,7 @@ def check_cfg(content: Any, where: str) -> dict[str, Any]:
     return content
 
 
-def build_yolo(cfg: dict[str, Any], *, nc: int, where: str = "cfg") -> Yolo:
+def build_yolo(cfg: ModelCfg, *, nc: int, where: str = "cfg") -> Yolo:
     """Build a model description for `nc` classes, the data set's, which override the file's."""
     if "import" in cfg:
         return _imported(check_cfg(cfg, where)["import"], nc)
@@ -170,7 +170,7 @@ def _imported(path: str, nc: int) -> Yolo:
     return cast(Yolo, model)
 
 
-def _layer(raw: Any, channels: list[int], cfg: dict[str, Any], nc: int) -> tuple[Row, nn.Module, int]:
+def _layer(raw: Any, channels: list[int], cfg: ModelCfg, nc: int) -> tuple[Row, nn.Module, int]:
     """Build the layer of a row, after layers with these output channels; return it with its output channels."""
     source, repeats, module, args = raw
     if module not in MODULES:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.data.batch import Targets
 from trainer.distributed import comm
-from trainer.losses import Targets
 from trainer.strategies.network_with_loss import NetworkWithLoss
 from trainer.strategies.strategy import Conditions, Strategy
 from trainer.strategies.sync_batch_norm import synchronise

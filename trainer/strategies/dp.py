@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import Settings
+from trainer.data.batch import Targets
 from trainer.distributed import comm
 from trainer.errors import TrainerError
-from trainer.losses import Targets
 from trainer.strategies.ddp import Ddp
 from trainer.strategies.network_with_loss import NetworkWithLoss
 

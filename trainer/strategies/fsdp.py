@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer.config import Settings
+from trainer.data.batch import Targets
 from trainer.distributed import comm
 from trainer.errors import TrainerError
-from trainer.losses import Targets
 from trainer.strategies.network_with_loss import NetworkWithLoss
 from trainer.strategies.strategy import Conditions, Strategy
 from trainer.strategies.sync_batch_norm import synchronise

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trainer.losses import Criterion, ImageSize, Targets
+from trainer.data.batch import Targets
+from trainer.losses import Criterion, ImageSize, Outputs
 from trainer.models.precision import as_input, size_of
 
 
@@ -28,7 +29,7 @@ class NetworkWithLoss(nn.Module):
         self.network, self.criterion, self.autocast = network, criterion, autocast
         self.run_eagerly()
 
-    def outputs(self, images: Tensor, targets: Targets) -> Any:
+    def outputs(self, images: Tensor, targets: Targets) -> Outputs:
         """Return the network's raw outputs for images as `as_input` takes them."""
         with self.autocast():
             return self.criterion.outputs_of(self.network, self.inputs(images), targets)
@@ -42,7 +43,7 @@ class NetworkWithLoss(nn.Module):
     def _eager(self, images: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
         return self.sums(self.outputs(images, targets), targets, images)
 
-    def sums(self, outputs: Any, targets: Targets, images: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(self, outputs: Outputs, targets: Targets, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the criterion's sums and counts of the network's raw outputs for these images."""
         sums, counts = self.criterion(outputs, targets, size_of(images))
         return sums, counts
@@ -78,7 +79,7 @@ class NetworkWithLoss(nn.Module):
 class SumOfOutputs(Criterion):
     """The sum of all outputs."""
 
-    def forward(self, outputs: Any, targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: Outputs, targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
         """Return the sum, without counts."""
         total = torch.stack([tensor.float().sum() for tensor in tree_leaves(outputs)]).sum()
         return total, total.detach()

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from trainer.config import Settings
+from trainer.data.batch import Targets
 from trainer.distributed import comm
 from trainer.errors import TrainerError
-from trainer.losses import Targets
 from trainer.strategies import cut
 from trainer.strategies.network_with_loss import NetworkWithLoss
 from trainer.strategies.strategy import Conditions, LossOf, Strategy

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from trainer.config import DEFAULT_STRATEGY, Settings, traits_of
 from trainer.config.settings import option_of
+from trainer.data.batch import Targets
 from trainer.distributed import comm
 from trainer.errors import TrainerError
-from trainer.losses import Targets
 from trainer.strategies.network_with_loss import NetworkWithLoss
 
 LossOf = Callable[[Tensor, Tensor], Tensor]  # a criterion's sums and counts of this rank -> its share of the loss

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.config import Settings
+from trainer.config import ModelCfg, Settings
+from trainer.data.batch import TrainBatch
+from trainer.data.loading.dataloader import EpochLoader, EvalLoader
+from trainer.distributed.comm import LoaderShare
 from trainer.losses import Criterion
-from trainer.metrics.scores import Scores
+from trainer.metrics.scores import Metric, Scores
 
 __all__ = ["Scores", "Task", "open_task"]
 
@@ -28,13 +31,12 @@ class Task(ABC):
     kind: str  # its name on the command line
     headlines: Mapping[str, str]  # columns in the console output and the events, with their titles
     columns: tuple[str, ...]  # of the scores in results.csv
-    metric_type: type[Any]  # made from the class names; merge() adds another rank's, compute() returns Scores
     terms: tuple[str, ...]  # names of the loss terms, known once the model is built
     names: list[str]  # of the classes
     train_set: Any
     val_set: Any
     left_out: Sequence[Any] = ()  # faulty files that the settings allow to skip
-    cfg: dict[str, Any]  # model configuration, stored in checkpoints
+    cfg: ModelCfg  # model configuration, stored in checkpoints
     stride: int  # pixels per cell of the coarsest grid, known once the model is built
     least_side: int  # smallest image side in pixels, known once the model is built
     norm_stride = 0  # pixels per value of the coarsest batch norm, known once the model is built; 0: the stride
@@ -57,30 +59,30 @@ class Task(ABC):
         """Return the loss of the network."""
 
     @abstractmethod
-    def train_loader(self, share: Mapping[str, Any], device: torch.device) -> Any:
-        """Return this rank's loader of augmented batches; `share` has rank, world, local_size, workers and stride."""
+    def train_loader(self, share: LoaderShare, device: torch.device) -> EpochLoader[TrainBatch]:
+        """Return this rank's loader of augmented batches."""
 
     @abstractmethod
-    def val_loader(self, share: Mapping[str, Any]) -> Any:
+    def val_loader(self, share: LoaderShare) -> EvalLoader[Any]:
         """Return this rank's validation batches."""
 
     def prepare_targets(self, loader: Any, model: Any, *, pads: bool) -> None:
         """Let the loader make the targets of the loss; with `pads`, their shapes hardly ever change."""
         return  # the labels are the targets
 
-    def move(self, batch: Any, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+    def move(self, batch: TrainBatch, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
         """Move a batch to the device: the images as `as_input` takes them, and the targets of the loss."""
         targets = {name: values.to(device, non_blocking=True) for name, values in batch.targets.items()}
         return batch.images.to(device, non_blocking=True), targets
 
-    def metric(self) -> Any:
+    @abstractmethod
+    def metric(self) -> Metric:
         """Return an empty metric."""
-        return self.metric_type(self.names)
 
     @abstractmethod
     def evaluate(
         self, model: Any, batches: Iterable[Any], device: torch.device, dtype: torch.dtype
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Metric, list[Any]]:
         """Return this rank's metric over its batches, and a few images with their predictions."""
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.config import Hyp, Settings, family_of, hyp_keys, named_families
+from trainer.config import Hyp, ModelCfg, Settings, family_of, hyp_keys, named_families
 from trainer.config.imports import is_import_path
 from trainer.data.augment.device_painter import choose_painter
 from trainer.data.dataset import Dataset, NoImages
@@ -17,6 +17,7 @@ from trainer.data.loading.detection_loader import TrainLoader, ValBatch, ValLoad
 from trainer.data.registry import Split, open_datasets
 from trainer.detectors import Detections, Limits, Sample, build, load_weights, read_cfg
 from trainer.detectors.detector import Detector, to_original
+from trainer.distributed.comm import LoaderShare
 from trainer.errors import TrainerError
 from trainer.losses import Criterion
 from trainer.metrics import BoxMAP, BoxScores
@@ -34,7 +35,6 @@ class Detection(Task):
     kind = "detect"
     headlines: Mapping[str, str] = {"map50": "mAP50", "map": "mAP50-95"}
     columns = BoxScores.COLUMNS
-    metric_type = BoxMAP
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -69,7 +69,7 @@ class Detection(Task):
             )
             raise TrainerError(what, f"add --cfg {name}, which has the defaults for training it")
 
-    def _read_cfg(self) -> dict[str, Any]:
+    def _read_cfg(self) -> ModelCfg:
         """Return the model of --cfg, else of the weights; of a resumed run whose --cfg is gone, its checkpoint's."""
         cfg, made = self._settings.cfg, self._weights or self._resumed
         if made and not cfg:
@@ -105,8 +105,9 @@ class Detection(Task):
         s = self._settings
         if not self._parts.fit:
             return ""
-        how = {"imgsz": s.imgsz, "anchor_t": s.hyp.anchor_t, "seed": s.seed}
-        self.cfg, message = self._parts.fit(model, self.cfg, self.train_set, **how)
+        self.cfg, message = self._parts.fit(
+            model, self.cfg, self.train_set, imgsz=s.imgsz, anchor_t=s.hyp.anchor_t, seed=s.seed
+        )
         return message
 
     def criterion(self) -> Criterion:
@@ -117,7 +118,7 @@ class Detection(Task):
         """Let the workers make the targets of the detector's loss."""
         loader.assign_with(self._parts.criterion.assigner(model), pads=pads)
 
-    def train_loader(self, share: Mapping[str, Any], device: torch.device) -> TrainLoader:
+    def train_loader(self, share: LoaderShare, device: torch.device) -> TrainLoader:
         """Return the loader of augmented batches."""
         s = self._settings
         close_mosaic = self._parts.close_mosaic if s.hyp.close_mosaic is None else s.hyp.close_mosaic
@@ -128,10 +129,14 @@ class Detection(Task):
         loader.notes += [note] if note else []
         return loader
 
-    def val_loader(self, share: Mapping[str, Any]) -> ValLoader:
+    def val_loader(self, share: LoaderShare) -> ValLoader:
         """Return the loader of letterboxed batches."""
         s, rect = self._settings, not self._parts.needs_squares
         return ValLoader(self.val_set, imgsz=s.imgsz, batch=s.batch, rect=rect, **share)
+
+    def metric(self) -> BoxMAP:
+        """Return an empty metric."""
+        return BoxMAP(self.names)
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[ValBatch], device: torch.device, dtype: torch.dtype

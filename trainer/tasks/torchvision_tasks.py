@@ -12,6 +12,7 @@ from torch import Tensor
 from trainer.config import Settings, hyp_keys, preset_for
 from trainer.config.presets import gathered
 from trainer.config.settings import option_of
+from trainer.data.batch import TrainBatch
 from trainer.data.dataset import NoImages
 from trainer.data.formats.classification import open_classification
 from trainer.data.formats.segmentation import open_segmentation
@@ -24,10 +25,12 @@ from trainer.data.loading.torchvision_loaders import (
     SegmentationCollate,
     mix_batch,
 )
+from trainer.distributed.comm import LoaderShare
 from trainer.errors import TrainerError
 from trainer.losses import Criterion
 from trainer.losses.cross_entropy import ClassificationLoss, SegmentationLoss
 from trainer.metrics.confusion import Accuracy, Confusion, Overlap, TopK
+from trainer.metrics.scores import Metric
 from trainer.models.precision import as_input
 from trainer.models.torchvision_nets import (
     OWN_WEIGHTS,
@@ -53,7 +56,7 @@ class TorchvisionTask(Task):
     """Training of a model of torchvision."""
 
     default_cfg: str
-    loss_type: type[Any]
+    loss_type: type[ClassificationLoss]
     collate_type: type[Any]
 
     def __init__(self, settings: Settings) -> None:
@@ -94,17 +97,16 @@ class TorchvisionTask(Task):
     def criterion(self) -> Criterion:
         """Return the cross-entropy."""
         hyp = self._settings.hyp
-        loss: Criterion = self.loss_type(hyp.label_smoothing, gathered(hyp, self._settings.batch))
-        return loss
+        return self.loss_type(hyp.label_smoothing, gathered(hyp, self._settings.batch))
 
-    def train_loader(self, share: Mapping[str, Any], device: torch.device) -> Any:
+    def train_loader(self, share: LoaderShare, device: torch.device) -> EpochLoader[TrainBatch]:
         """Return the loader of augmented batches."""
         s = self._settings
         collate = self.collate_type(self.train_set, s.imgsz, s.seed, s.hyp)
         sides = range(s.imgsz, s.imgsz + 1)
         return EpochLoader(collate, batch=s.batch, seed=s.seed, epochs=s.epochs, sides=sides, **share)
 
-    def val_loader(self, share: Mapping[str, Any]) -> Any:
+    def val_loader(self, share: LoaderShare) -> EvalLoader[Any]:
         """Return the loader of validation images, each on one rank, with the batch size of training."""
         side, batch = self._settings.imgsz, -(-self._settings.batch // share["world"])
         mine = np.array_split(np.arange(len(self.val_set)), share["world"])[share["rank"]]
@@ -113,7 +115,7 @@ class TorchvisionTask(Task):
 
     def evaluate(
         self, model: Classifier, batches: Iterable[Any], device: torch.device, dtype: torch.dtype
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Metric, list[Any]]:
         """Return this rank's metric over its batches, and some images with their predictions."""
         metric, shown = self.metric(), list[Any]()
         model.eval()
@@ -138,7 +140,6 @@ class Classification(TorchvisionTask):
     kind = "classify"
     headlines: Mapping[str, str] = {"top1": "top-1", "top5": "top-5"}
     columns = Accuracy.COLUMNS
-    metric_type = TopK
     default_cfg = "resnet18"
     loss_type = ClassificationLoss
     collate_type = ClassificationCollate
@@ -165,14 +166,19 @@ class Classification(TorchvisionTask):
         """Return the untrained network for the classes of the data."""
         return build_classifier(self.cfg["torchvision"], len(self.names), self._settings.imgsz)
 
-    def move(self, batch: ClassificationBatch, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+    def move(self, batch: TrainBatch, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
         """Move a batch to the device, and mix its images with MixUp or CutMix."""
+        assert isinstance(batch, ClassificationBatch)
         images, targets = super().move(batch, device)
         if batch.mix_seed < 0:
             return images, targets
         mixed = as_input(images), targets["classes"], len(self.names), batch.mix_seed, self._settings.hyp
         images, classes = mix_batch(*mixed)
         return images.contiguous(memory_format=torch.channels_last), {"classes": classes}
+
+    def metric(self) -> TopK:
+        """Return an empty metric."""
+        return TopK(self.names)
 
     def count(self, batch: ClassificationBatch, logits: Tensor, metric: TopK, shown: list[Any]) -> None:
         """Add a batch to the metric, and some images of all classes to `shown`."""
@@ -194,7 +200,6 @@ class Segmentation(TorchvisionTask):
     kind = "segment"
     headlines: Mapping[str, str] = {"miou": "mIoU", "accuracy": "pixel accuracy"}
     columns = Overlap.COLUMNS
-    metric_type = Confusion
     default_cfg = "lraspp_mobilenet_v3_large"  # small enough for a CPU
     loss_type = SegmentationLoss
     collate_type = SegmentationCollate
@@ -215,6 +220,10 @@ class Segmentation(TorchvisionTask):
         if model.pools:
             self.stride = self._settings.imgsz
         return model
+
+    def metric(self) -> Confusion:
+        """Return an empty metric."""
+        return Confusion(self.names)
 
     def count(self, batch: SegmentationBatch, logits: Tensor, metric: Confusion, shown: list[Any]) -> None:
         """Add a batch to the metric, and its first images to `shown`."""

@@ -20,12 +20,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from trainer.data.batch import BatchData, TrainBatch
 from trainer.data.cache.image_cache import Exchange
 from trainer.data.loading.batch_sampler import IMAGE, BatchSampler, BatchSpec
 from trainer.distributed.comm import World
 from trainer.errors import TrainerError
 
-BatchType = TypeVar("BatchType")
+BatchType = TypeVar("BatchType", bound=BatchData, covariant=True)
+TrainBatchType = TypeVar("TrainBatchType", bound=TrainBatch)
 PREFETCH = 3  # batches that each worker prefetches if /dev/shm has room
 _SHM = Path("/dev/shm")
 _BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -262,7 +264,7 @@ class EpochLoader(BatchLoader[BatchType]):
         return [self._collate.dataset.name(k) for k in batches[step].tolist()]
 
 
-def on_side_stream(batches: Iterator[Any], stream: Any) -> Iterator[Any]:
+def on_side_stream(batches: Iterator[TrainBatchType], stream: torch.cuda.Stream) -> Iterator[TrainBatchType]:
     """Yield the batches with images and targets on the stream's GPU, prepared while it computes the last step.
 
     An epoch must not use a new stream: the memory of a stream's tensors is not reused for those of another.

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trainer.config import Hyp
 from trainer.data.augment.device_painter import DevicePainter, Painting, pack
 from trainer.data.augment.paint import letterbox, paint
 from trainer.data.augment.recipe import Recipe, recipe_of
-from trainer.data.batch import BatchData, empty_images
+from trainer.data.batch import Assign, BatchData, BoxLabels, Rows, TrainBatch, empty_images, exact
 from trainer.data.cache.image_cache import CachedImages, Exchange, Layout, cache_images, decode_all
 from trainer.data.cache.resident_images import PASS, ResidentImages, ResidentTable
 from trainer.data.dataset import Dataset, Image
@@ -32,21 +31,19 @@ _PACKED = 4  # sources of a mosaic: at scale 0.5 it shows them completely, and i
 _VAL_PAD = 0.5  # strides of padding around the largest image of a group
 
 
-# Labels float32 (n, 6), images, height, width, rows -> what the loss needs of them: see `AnchorTargets` of losses/.
-Assign = Callable[..., dict[str, torch.Tensor]]
 _SAMPLED = 8  # steps whose targets show how many rows they need
 _SPARE = 1.25  # times as many rows
 
 
 @dataclass
-class Batch(BatchData):
-    """One rank's part of a global training batch."""
+class Batch(TrainBatch):
+    """One rank's part of a global training batch of detection.
 
-    images: Any  # uint8 (b, h, w, 3), RGB; h = w = imgsz unless --rect or --multi-scale. From a worker: or a Painting
-    labels: torch.Tensor  # float32 (n, 6): index in this batch, class, cx, cy, w, h as fractions of w and h
-    targets: dict[str, torch.Tensor]  # by `Assign`; empty without
-    ids: torch.Tensor  # int64 (b,)
-    global_size: int  # images of this step on all ranks together
+    The images are square, of the side imgsz, unless --rect or --multi-scale. In a batch from a worker, they may be a
+    `Painting`, for the painter on the GPU. The targets are empty until `TrainLoader.assign_with`.
+    """
+
+    labels: torch.Tensor  # `BoxLabels`
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ def check_imgsz(imgsz: int, stride: int) -> None:
 class _TrainCollate(Collate[Batch]):
     cached: CachedImages | None = None
     assign: Assign | None = None
-    rows: Callable[[str, int], int] | None = None  # None: as many as a batch needs
+    rows: Rows = staticmethod(exact)  # as many as a batch needs
     resident: ResidentTable | None = None  # of the images on the painter's device
     stores_resident = True  # whether `cached` also stores images that stay on the device
 
@@ -119,10 +116,9 @@ class _TrainCollate(Collate[Batch]):
             recipes.append(recipe_of(self.dataset, index, spec.neighbours[k], hyp, rng, spec.shape))
         return recipes
 
-    def targets(self, labels: Any, spec: BatchSpec) -> dict[str, torch.Tensor]:
+    def targets(self, labels: BoxLabels, spec: BatchSpec) -> dict[str, torch.Tensor]:
         """Return what the loss needs of a batch's labels."""
-        options = {"rows": self.rows} if self.rows else {}
-        return self.assign(labels, len(spec.ids), *spec.shape, **options) if self.assign else {}
+        return self.assign(labels, len(spec.ids), *spec.shape, self.rows) if self.assign else {}
 
     def collate(self, spec: BatchSpec) -> Batch:
         recipes = self.recipes(spec)
@@ -135,7 +131,7 @@ class _TrainCollate(Collate[Batch]):
             images = self._packed(recipes, spec.number)
         labels = labels_of(recipes)
         targets = self.targets(labels, spec)
-        return Batch(images, torch.from_numpy(labels), targets, torch.tensor(spec.ids), spec.global_size)
+        return Batch(images, targets, torch.tensor(spec.ids), spec.global_size, torch.from_numpy(labels))
 
     def _packed(self, recipes: list[Recipe], number: int) -> Painting:
         if not (self.resident and self.resident.is_open):
@@ -145,8 +141,8 @@ class _TrainCollate(Collate[Batch]):
         return pack(recipes, self.image, self.resident, number)
 
 
-def labels_of(recipes: Sequence[Recipe]) -> npt.NDArray[np.float32]:
-    """Return the labels of a batch, (n, 6): index in the batch, class, cx, cy, w, h as fractions of w and h."""
+def labels_of(recipes: Sequence[Recipe]) -> BoxLabels:
+    """Return the labels of a batch."""
     labels = [recipe.labels for recipe in recipes]
     owner = np.repeat(np.arange(len(labels), dtype=np.float32), [len(part) for part in labels])
     return np.column_stack([owner, np.concatenate(labels)])
@@ -316,6 +312,7 @@ class TrainLoader(EpochLoader[Batch]):
                 yield batch
                 continue
             following, self._next = self._next, None  # a batch that is not painted may lack in the pool
+            assert isinstance(batch.images, Painting)
             painted = painter(batch.images)
             self._next = following
             yield replace(batch, images=painted)

@@ -10,7 +10,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
 from trainer.config import IGNORED, Hyp
-from trainer.data.batch import BatchData, empty_images
+from trainer.data.batch import TrainBatch, empty_images
 from trainer.data.loading.batch_sampler import MIX, BatchSpec
 from trainer.data.loading.dataloader import Collate, seeded_rng
 
@@ -28,17 +28,14 @@ def _flips(hyp: Hyp) -> list[Any]:
 
 
 @dataclass
-class ClassificationBatch(BatchData):
+class ClassificationBatch(TrainBatch):
     """One rank's part of a global batch.
 
     With MixUp or CutMix, the first image precedes the rank's own in the global batch: the second is mixed with it.
-    So the result does not depend on the number of ranks.
+    So the result does not depend on the number of ranks. `images` is then (b + 1, side, side, 3). `targets` has
+    `classes`, int64 (b,) or (b + 1,).
     """
 
-    images: Tensor  # uint8 (b, side, side, 3), RGB; (b + 1, ...) with MixUp or CutMix
-    targets: dict[str, Tensor]  # classes: int64 (b,) or (b + 1,)
-    ids: Tensor  # int64 (b,)
-    global_size: int  # images of this step on all ranks together
     mix_seed: int = -1  # seed of the step's MixUp or CutMix; -1: neither
 
     @property
@@ -130,13 +127,11 @@ class ClassificationCollate(Collate[ClassificationBatch]):
 
 
 @dataclass
-class SegmentationBatch(BatchData):
-    """One rank's part of a global batch."""
+class SegmentationBatch(TrainBatch):
+    """One rank's part of a global batch of squares.
 
-    images: Tensor  # uint8 (b, side, side, 3), RGB
-    targets: dict[str, Tensor]  # masks: uint8 (b, side, side), the class or IGNORED; padding is IGNORED
-    ids: Tensor  # int64 (b,)
-    global_size: int  # images of this step on all ranks together
+    `targets` has `masks`, uint8 (b, side, side): the class or IGNORED; padding is IGNORED.
+    """
 
     @property
     def masks(self) -> Tensor:
