@@ -13,8 +13,9 @@ from cluster.agent import scripts
 from cluster.backends import BACKENDS
 from cluster.backends import slurm as slurm_backend
 from cluster.backends.batch import queued
-from cluster.backends.slurm import login_node, queue
 from cluster.backends.slurm import options as slurm_options
+from cluster.backends.slurm import queue
+from cluster.backends.slurm.site import problems
 from cluster.errors import UsageError
 from cluster.spec.model import Job, Machine, Queue
 from cluster.spec.node_status import NodeStatus
@@ -104,7 +105,7 @@ SITE = {"partition": ["gpu*|2|64|gpu:a100:4(S:0-1)|1-00:00:00", "gpu*|1|32|gpu:2
 
 
 def refused(job, **options):
-    return login_node.problems(replace(job, queue=Queue(LOGIN, options)), SITE, "login")
+    return problems(replace(job, queue=Queue(LOGIN, options)), SITE, "login")
 
 
 @pytest.mark.parametrize(
@@ -287,8 +288,8 @@ def test_each_job_of_an_array_has_the_number_of_its_task(tmp_path):
 def test_secrets_that_the_job_would_not_get_or_that_slurm_would_store_are_an_error(options, has, message):
     has = {"partition": ["gpu*|3|8|gpu:2|1:00:00"], **has}
     job = replace(JOB, queue=Queue(LOGIN, options))
-    assert login_node.problems(job, has, "login") == []
-    found = login_node.problems(replace(job, secrets=("TOKEN",)), has, "login")
+    assert problems(job, has, "login") == []
+    found = problems(replace(job, secrets=("TOKEN",)), has, "login")
     assert [text[: len(message)] for text, _ in found] == ([message] if message else [])
 
 
@@ -373,6 +374,7 @@ class Site:
         return found
 
 
+CHECK = {"scheduler": "Slurm", "programs": ["sbatch", "squeue"], "image": "", "new": "", "version": []}
 CANCELLATION = {"job": "digits", "launch": "0123", "scheduler": "Slurm", "lister": "squeue"}
 
 
@@ -393,7 +395,7 @@ def site(tmp_path):
             "",
         ),
         ("backends/batch/cancel", [], {**CANCELLATION, "grace": 0, "folder": "."}, ""),
-        ("backends/slurm/check", [], {"image": "", "run_dir": ".", "new": "", "name": "digits", "needs": []}, ""),
+        ("backends/batch/check", [], {**CHECK, "run_dir": ".", "name": "digits", "needs": []}, ""),
     ],
 )
 def test_no_inherited_variable_reaches_a_program_of_the_login_node(site, monkeypatch, name, words, values, text):
@@ -613,7 +615,7 @@ def test_an_inherited_variable_is_refused_or_ignored_with_a_sentence(variables, 
         assert len(texts) == len(parts), texts
         assert all(part in text for text, part in zip(texts, parts, strict=True)), texts
     assert all(hint for _, hint in found)
-    assert [message for message, _ in login_node.problems(job, {**SITE, "inherited": variables}, "login")] == [
+    assert [message for message, _ in problems(job, {**SITE, "inherited": variables}, "login")] == [
         message for message, _ in found
     ]
 

@@ -7,7 +7,7 @@ the loss of a host. It calls functions that the batch system's own job.sh define
 | file | what |
 |---|---|
 | `job.sh`, `node.sh` | see job.sh and node.sh here: the functions of a job, and the rank and GPUs of a node |
-| `common.sh` | functions of the scripts on the login node; see submit.sh and cancel.sh here |
+| `common.sh` | functions of the scripts on the login node; see check.sh, submit.sh and cancel.sh here |
 | `poll.sh` | prints of each job the queue's line, its attempt and hosts, the queue's error, and the script's error |
 """
 
@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from cluster.agent import scripts
-from cluster.backends import monitor, poll_script, script
+from cluster.backends import monitor, poll_script, preflight, script
 from cluster.backends.awake_clock import AwakeClock
 from cluster.backends.base import Backend, FoundJob, found_on
-from cluster.backends.batch import queued
+from cluster.backends.batch import queued, site
 from cluster.backends.batch.queued import QueuedJob
 from cluster.backends.monitor import NodeMonitor
-from cluster.errors import ClusterError, LaunchError, UnreachableError
+from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.spec.model import Inventory, Job, Machine, Plan, Step, nodes_of, this_machine
 from cluster.spec.node_status import NodeStatus, NodeStatuses
 from cluster.transport import parallel, reach
@@ -82,6 +82,8 @@ class BatchBackend(Backend):
     #: The batch system's name in sentences.
     title: ClassVar[str]
     programs: ClassVar[Programs]
+    #: The programs that the login node needs.
+    needed: ClassVar[Sequence[str]]
     #: The name of the script, whose log is NAME.log.
     script_name: ClassVar[str]
     #: The texts before job.sh and before node.sh.
@@ -154,6 +156,30 @@ class BatchBackend(Backend):
             + self.job_variables(job),
             f"node=$(cat <<'{end}'\n{node}{end}\n)",
         ]
+
+    def problems(self, job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[site.Problem]:
+        """Return the problems that prevent a submission, from the output of check.sh by key."""
+        return site.problems(job, has, where, self.title, self.programs.ping)
+
+    def check(self, job: Job, plan: Plan) -> None:
+        """Run the preflight check on the login node. Raises UsageError for what is missing, or NameTakenError."""
+        assert job.queue is not None
+        login, is_first = job.queue.login, plan.attempt == 1
+        command = site.check_command(
+            job,
+            self.name,
+            self.title,
+            self.needed,
+            run_dir=login.run_dir or job.run_root,
+            new=plan.dir_on(login) if login.login and is_first else "",
+            name=plan.job_id if is_first else "",
+            needs=plan.steps[0].needs,
+        )
+        done = reach(login).run(command, timeout_s=60)
+        if done.code:
+            raise UnreachableError(f"{login.name}: {done.last_line}")
+        errors = [UsageError(*problem) for problem in self.problems(job, done.by_word, login.name)]
+        preflight.refuse([*errors, *preflight.conflicts(plan, login, done.out.splitlines())])
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
         """Submit the script. Raises LaunchError with the message of the program that submits it."""

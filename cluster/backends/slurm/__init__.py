@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from cluster.agent import scripts
-from cluster.backends import preflight, script
+from cluster.backends import script
 from cluster.backends.batch import BatchBackend, Programs, refusals
 from cluster.backends.batch.queued import QueuedJob
-from cluster.backends.slurm import login_node, options, queue
+from cluster.backends.batch.site import Problem
+from cluster.backends.slurm import options, queue, site
 from cluster.errors import UnreachableError, UsageError
 from cluster.spec.model import Device, Job, JobRecord, Machine, Node, Plan, Step
 from cluster.transport import reach, ssh_to
@@ -33,8 +34,9 @@ code=$?; wait $!; exit $code"""
 class SlurmBackend(BatchBackend):
     """One job of Slurm per job, with one task on each node."""
 
-    name, title = "slurm", "Slurm"
-    programs = Programs("sbatch", "squeue", "scancel", own_jobs="squeue --me", ping="scontrol ping")
+    name, title = "slurm", site.TITLE
+    programs = Programs("sbatch", "squeue", "scancel", own_jobs="squeue --me", ping=site.PING)
+    needed = site.PROGRAMS
     script_name = "job.sbatch"
     job_scripts = (_ENVIRONMENT, "backends/slurm/job.sh")
     node_script = "backends/slurm/node.sh"
@@ -82,20 +84,9 @@ class SlurmBackend(BatchBackend):
         pyxis = re.match(r"\S+ error: pyxis: +(?:\[ERROR\] )?(.*)", error)
         return f"Pyxis cannot start the container: {pyxis[1]}" if pyxis else super().readable(error)
 
-    def check(self, job: Job, plan: Plan) -> None:
-        """Run the preflight check on the login node. Raises UsageError for what is missing, or NameTakenError."""
-        assert job.queue is not None
-        login = job.queue.login
-        (step,) = plan.steps
-        new = plan.dir_on(login) if login.login and plan.attempt == 1 else ""
-        run_dir = login.run_dir or job.run_root
-        name = plan.job_id if plan.attempt == 1 else ""
-        command = login_node.check_command(job, run_dir=run_dir, new=new, name=name, needs=step.needs)
-        done = reach(login).run(command, timeout_s=60)
-        if done.code:
-            raise UnreachableError(f"{login.name}: {done.last_line}")
-        errors = [UsageError(*problem) for problem in login_node.problems(job, done.by_word, login.name)]
-        preflight.refuse([*errors, *preflight.conflicts(plan, login, done.out.splitlines())])
+    def problems(self, job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[Problem]:
+        """Return the problems that prevent a submission."""
+        return site.problems(job, has, where)
 
     def notes(self, job: Job) -> list[str]:
         """Return sentences about variables on the login node that a job does not inherit. Raises UnreachableError."""

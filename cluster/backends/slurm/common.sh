@@ -1,8 +1,14 @@
 # shellcheck shell=bash
-# Functions of the scripts that the launcher runs on the login node of a Slurm cluster. batch/submit.sh and batch/cancel.sh
-# list those that they call.
+# Functions of the scripts that the launcher runs on the login node of a Slurm cluster. check.sh, submit.sh and
+# cancel.sh of backends/batch list those that they call.
 
 clear_inherited() { clear_slurm; }
+report_inherited() { report_slurm; }
+describe_site() {
+    timeout 20 sinfo --noheader --format 'partition %P|%D|%c|%G|%l' 2>&1 || return 1
+    ! timeout 20 scontrol show config 2>/dev/null | grep -q '^AccountingStoreFlags.*job_env' || echo stores_env
+}
+named() { squeue --noheader --user "$(id -un)" --name "$1" --Format JobID:16; }
 
 # 123, or 123_4 for a task of an array. job.sh renews it when it submits the job again.
 submitted() { sed -n 's/^Submitted batch job \([0-9]*\).*/\1/p; s/^[0-9]*_[0-9]*$/&/p' "$1/submitted" 2>/dev/null | tail -n 1; }

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cluster.agent import scripts
-from cluster.backends.slurm import login_node
+from cluster.backends.slurm import site
 from cluster.doctor import engine, machine
 from cluster.doctor.findings import (
     PROLOGUE_FAILED,
@@ -46,7 +46,7 @@ def examine(inventory: Inventory, image: str, data: Sequence[str], nodes: int, g
         job = Job("doctor", ("true",), nodes, gpus, "/", image=image, device=inventory.device, queue=queue)
         job = replace(job, prologue=inventory.prologue)
         # The folder "." exists, so the script creates none.
-        command = login_node.check_command(job, run_dir=".")
+        command = site.check_command(job, run_dir=".")
         done = reach(login).run(command, timeout_s=TIMEOUT_S)
         request = judge_request(job, done.by_word)
     except ClusterError as error:
@@ -68,11 +68,11 @@ def examine(inventory: Inventory, image: str, data: Sequence[str], nodes: int, g
     return found + judge_nodes(job, facts, messages)
 
 
-def judge_request(job: Job, site: Mapping[str, Sequence[str]]) -> list[Finding]:
-    """Check that the site can serve the job; `site` is the output of `check.sh` by each line's first word."""
+def judge_request(job: Job, has: Mapping[str, Sequence[str]]) -> list[Finding]:
+    """Check that the site can serve the job; `has` is the output of batch/check.sh by each line's first word."""
     assert job.queue is not None
     name = job.queue.login.name
-    wrong = login_node.problems(job, site, name)
+    wrong = site.problems(job, has, name)
     if job.queue.login.in_container and not job.image:
         hint = f"{RUNTIMES[job.queue.login.runtime].image_command()}, then set image in cluster.yaml"
         wrong = [(f"no image: {job.queue.login.runtime} has no default image", hint)]
