@@ -8,7 +8,7 @@ Variables of the agent, besides torchrun's `PET_*` and those that docs/reference
 CLUSTER_NODE        name of the node; by default node-N
 CLUSTER_NODE_ADDRESS
                     the address that the other nodes use; the node's script finds its network device
-CLUSTER_HOSTS       under Slurm instead of the address: the hosts of all nodes
+CLUSTER_HOSTS       in a batch job instead of the address: the hosts of all nodes
 CLUSTER_FIRST_RANK  the node's first rank, if the nodes have different numbers of ranks (`--gpus 2,1`); not set:
                     PET_NODE_RANK times PET_NPROC_PER_NODE
 CLUSTER_SECRETS     names of variables whose values the agent masks in every log, separated by commas

@@ -50,7 +50,7 @@ def parse(text: str) -> Facts:
 
 
 #: What a probe runs if a line of the inventory's prologue fails.
-PROLOGUE_FAILED = 'echo "host=${SLURMD_NODENAME:-$(hostname)}"; echo "prologue=$1"; exit'
+PROLOGUE_FAILED = 'echo "prologue=$1"; exit'
 
 
 @dataclass(frozen=True)

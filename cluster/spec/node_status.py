@@ -15,7 +15,7 @@ Phase = Literal["pending", "starting", "setup", "joining", "ready", "exited", "l
 class NodeStatus:
     """The state of a node as a backend observed it; `ended_at` is a Unix time, None while it runs or if unknown.
 
-    `silent` says why and since when the machine does not answer, `where` on which host a Slurm node ran.
+    `silent` says why and since when the machine does not answer, `where` on which host a batch job's node ran.
     `failure` is the first failure among its ranks, from the agent.
     `stall` says where its ranks wait, if they make no progress.
     `leaving` are the ranks that have not exited although the programs of all ranks of the node have ended well.

@@ -169,7 +169,7 @@ def judge(
 ) -> Verdict:
     """Return the job's verdict.
 
-    `late`: the rendezvous has lasted longer than `timeout_s`, not counting time in Slurm's queue.
+    `late`: the rendezvous has lasted longer than `timeout_s`, not counting time in a queue.
     `stalled`: the job has made steps, but none for `stall_timeout_s` (0: never), or the agents of all nodes that still
     run report a stall. `done`: all nodes have exited with 0, or those that have not are overdue, see `overdue`.
     """
@@ -336,7 +336,7 @@ def _fold_joining(node: NodeView, event: Joining, now: float, *, ready_on_port: 
         node.reached = True
         _advance(node, "joining", now, f"reached {master}")
     else:  # rank 0 has not opened the port yet
-        note = node.note if node.phase != "pending" else ""  # where Slurm runs the node
+        note = node.note if node.phase != "pending" else ""  # where a batch system runs the node
         _advance(node, "joining", now, f"{master} does not listen yet: {event.why}" if event.why else note)
 
 

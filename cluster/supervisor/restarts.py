@@ -56,8 +56,8 @@ class Ended:
 class Rule:
     """A rule of the list in docs/how-to/failures.md. The first one that applies decides.
 
-    `when` is the list's text. `why_not` is the reason against a restart, formatted with the job and its last failure;
-    "" restarts the job.
+    `when` is the list's text. `why_not` is the reason against a restart, formatted with the job, its last failure
+    and the node that failed first; "" restarts the job.
     """
 
     when: str
@@ -70,7 +70,7 @@ RULES = (
     Rule(
         "`scancel` ended the job",
         lambda ended: ended.first is not None and ended.first.status.is_cancelled,
-        "it was cancelled with scancel",
+        "it was {first.note}",
     ),
     Rule(
         "a pod can never start, for example because of a wrong image name or a missing Secret",
@@ -143,7 +143,7 @@ def refusal(job: Job, view: JobView, verdict: Verdict, past: Sequence[Failure]) 
     """Return why the job is not restarted after the last failure of `past`, or "" if it is."""
     ended = Ended(job, view, verdict, past)
     rule = next(rule for rule in RULES if rule.applies(ended))
-    return rule.why_not.format(job=job, last=past[-1])
+    return rule.why_not.format(job=job, last=past[-1], first=ended.first)
 
 
 def choose(job: Job, state: Mapping[str, ClusterError | None]) -> Job | None:

@@ -136,7 +136,7 @@ class SlurmBackend(BatchBackend):
         plan, login = record.plan, record.plan.nodes[0].machine
         answer = self.ask(plan)
         job = answer.job
-        rank = [each.name for each in plan.nodes].index(node.name)
+        rank = [known.name for known in plan.nodes].index(node.name)
         # squeue's answer may be some seconds old: a job whose nodes are known may be PENDING in it
         if job is None or not job.is_active or rank >= len(answer.hosts):
             raise UsageError(f"{plan.job_id} is not running: {job.state if job else 'it has left the queue'}")

@@ -33,6 +33,7 @@ IMMEDIATE_S, JOB_S = 60, 150
 #: Options of sbatch that do not select nodes, or that srun does not have.
 _NOT_OF_NODES = ("begin", "comment", "dependency", "mail-type", "mail-user", "nice", "prefer", "priority", "signal")
 _ADMINISTRATOR = "ask the administrator: "
+_PRINT_HOST = 'echo "host=${SLURMD_NODENAME:-$(hostname)}"'
 
 
 def examine(inventory: Inventory, image: str, data: Sequence[str], nodes: int, gpus: int, say: Say) -> list[Finding]:
@@ -54,18 +55,19 @@ def examine(inventory: Inventory, image: str, data: Sequence[str], nodes: int, g
         why = error.message.removeprefix(f"{name}: ")
         return [Finding(check, name, "failure", why, error.hint or "clusterctl doctor")]
     reached = with_note("reachable, run_dir and data_dir are writable", reach(login).note)
-    found = [Finding("login", name, "ok", reached), *request]
+    findings = [Finding("login", name, "ok", reached), *request]
     if data:
         say(f"comparing {', '.join(data)}")
-        found += machine.data([login], data)
-    if any(each.level == "failure" for each in request):
-        return found
+        findings += machine.data([login], data)
+    if any(finding.level == "failure" for finding in request):
+        return findings
     say(f"probing {nodes} nodes in a Slurm job")
     try:
         facts, messages = _run_job(login, job)
     except ClusterError as error:
-        return [*found, Finding("job", name, "failure", error.message.removeprefix(f"{name}: "), "squeue --me")]
-    return found + judge_nodes(job, facts, messages)
+        why = error.message.removeprefix(f"{name}: ")
+        return [*findings, Finding("job", name, "failure", why, "squeue --me")]
+    return findings + judge_nodes(job, facts, messages)
 
 
 def judge_request(job: Job, has: Mapping[str, Sequence[str]]) -> list[Finding]:
@@ -87,7 +89,7 @@ def _run_job(login: Machine, job: Job) -> tuple[dict[int, Facts], list[str]]:
     kind, probe = RUNTIMES[login.runtime], engine.probe_values(login, job.image)
     node = scripts.variables(version=kind.version, check=kind.check(job.image, "true"), **probe)
     node += scripts.text("backends/slurm/doctor_node.sh", "doctor/probe.sh")
-    node = scripts.prologue(job.prologue, PROLOGUE_FAILED) + node
+    node = scripts.prologue(job.prologue, f"{_PRINT_HOST}; {PROLOGUE_FAILED}") + node
     words = [*srun(job), "--time=5", f"--immediate={IMMEDIATE_S}", "--label", "bash", "-c", node, "node"]
     where = {"run_dir": login.run_dir, "data_dir": login.data_dir, "token": secrets.token_hex(8)}
     text = scripts.variables(timeout_s=IMMEDIATE_S + JOB_S, **where)
@@ -127,36 +129,50 @@ def judge_nodes(job: Job, answers: Mapping[int, Facts], messages: Sequence[str])
     assert job.queue is not None
     login = job.queue.login
     if not answers:
-        if any("are busy" in line for line in messages):
-            why = f"{job.nodes} nodes are not free within {IMMEDIATE_S} s: compute nodes were not checked"
-            fix = "clusterctl doctor --nodes 1, or later; reasons: squeue --states running; sinfo --list-reasons"
-            return [Finding("job", login.name, "warning", why, fix)]
-        why = next(reversed(messages), "no output")
-        fix = f"on {login.name}: {' '.join(srun(job))} --test-only true"
-        return [Finding("job", login.name, "failure", f"did not run: {why}", fix)]
-    found = []
-    nodes, facts = [], {}
-    for rank, node_facts in answers.items():
-        host = node_facts.text("host") or f"node-{rank}"
-        if why := node_facts.text("prologue"):
-            found.append(Finding("job", host, "failure", why, "correct prologue in cluster.yaml"))
-            continue
-        if "end" not in node_facts.every("probe"):
-            why = next((line for line in messages if line.startswith(f"{host}:")), "the task ended early")
-            found.append(Finding("job", host, "failure", why, f"on {login.name}: srun --nodelist={host} true"))
-            continue
-        nodes.append(replace(login, name=host, address=host, login="", gpus=tuple(range(job.most_procs))))
-        facts[host] = node_facts
-        found.append(Finding("job", host, "ok", "ran a Slurm job"))
+        return [_did_not_run(job, login, messages)]
+    findings = []
+    nodes: list[Machine] = []
+    facts_of: dict[str, Facts] = {}
+    for rank, facts in answers.items():
+        host = facts.text("host") or f"node-{rank}"
+        ran = _ran(host, login, facts, messages)
+        findings.append(ran)
+        if ran.level == "ok":
+            nodes.append(replace(login, name=host, address=host, login="", gpus=tuple(range(job.most_procs))))
+            facts_of[host] = facts
     if missing := job.nodes - len(answers):
         why = next((line for line in messages if "failed" in line or "Killed" in line), "no message from srun")
-        fix = "sinfo --list-reasons; to leave it out: --set exclude=..."
         why = f"{missing} of {job.nodes} nodes did not run the job: {why}"
-        found.append(Finding("job", login.name, "failure", why, fix))
-    return found + [
-        replace(each, fix=_ADMINISTRATOR + each.fix) if each.fix.startswith("sudo ") else each
-        for each in judge(CHECKS, NodeFacts(tuple(nodes), facts, job.image, device=job.device))
-    ]
+        fix = "sinfo --list-reasons; to leave it out: --set exclude=..."
+        findings.append(Finding("job", login.name, "failure", why, fix))
+    judged = judge(CHECKS, NodeFacts(tuple(nodes), facts_of, job.image, device=job.device))
+    return findings + [_for_administrator(finding) for finding in judged]
+
+
+def _did_not_run(job: Job, login: Machine, messages: Sequence[str]) -> Finding:
+    """Return why no node has answered."""
+    if any("are busy" in line for line in messages):
+        why = f"{job.nodes} nodes are not free within {IMMEDIATE_S} s: compute nodes were not checked"
+        fix = "clusterctl doctor --nodes 1, or later; reasons: squeue --states running; sinfo --list-reasons"
+        return Finding("job", login.name, "warning", why, fix)
+    why = next(reversed(messages), "no output")
+    fix = f"on {login.name}: {' '.join(srun(job))} --test-only true"
+    return Finding("job", login.name, "failure", f"did not run: {why}", fix)
+
+
+def _ran(host: str, login: Machine, facts: Facts, messages: Sequence[str]) -> Finding:
+    """Return whether the job ran on a node until its end."""
+    if why := facts.text("prologue"):
+        return Finding("job", host, "failure", why, "correct prologue in cluster.yaml")
+    if "end" not in facts.every("probe"):
+        why = next((line for line in messages if line.startswith(f"{host}:")), "the task ended early")
+        return Finding("job", host, "failure", why, f"on {login.name}: srun --nodelist={host} true")
+    return Finding("job", host, "ok", "ran a Slurm job")
+
+
+def _for_administrator(finding: Finding) -> Finding:
+    """Return a finding whose fix says who may do it, because users of a cluster have no sudo."""
+    return replace(finding, fix=_ADMINISTRATOR + finding.fix) if finding.fix.startswith("sudo ") else finding
 
 
 def common(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
@@ -188,9 +204,9 @@ def runtime(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check that the inventory's runtime is installed on the node."""
     kind = RUNTIMES[node.runtime]
     if kind.inside or kind.engine:
-        found = engine.runtime(node, facts, seen)
+        verdict = engine.runtime(node, facts, seen)
         fix = "in cluster.yaml, load a python3 with torch in prologue (module load ...), or set runtime: apptainer"
-        return found._replace(fix=fix) if found.fix and kind.inside else found
+        return verdict._replace(fix=fix) if verdict.fix and kind.inside else verdict
     if facts.text("runtime_version"):
         return Verdict("ok", facts.text("runtime_version"))
     why = f"{kind.name} is not installed: {scripts.line(kind.version)} fails"
@@ -201,9 +217,9 @@ def image(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict | None:
     """Check that a program runs in the image file, or that the nodes' engines have the same image."""
     kind = RUNTIMES[node.runtime]
     if not kind.image_is_file:
-        found = engine.image(node, facts, seen)
+        verdict = engine.image(node, facts, seen)
         fix = f"srun --nodelist={node.name} {node.runtime} pull {seen.image}"
-        return found._replace(fix=fix) if found and found.fix else found
+        return verdict._replace(fix=fix) if verdict and verdict.fix else verdict
     if not facts.text("runtime_version"):
         return None  # the check of the runtime reports it
     if message := facts.text("image_says"):
@@ -216,7 +232,7 @@ def gpus(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check that the job step and the driver see the requested GPUs."""
     if seen.device != "cuda":
         return Verdict("ok", f"not used: device: {seen.device}")
-    given = [each for each in facts.text("visible_gpus").split(",") if each]
+    given = [gpu for gpu in facts.text("visible_gpus").split(",") if gpu]
     rows, listed = engine.gpu_rows(facts), engine.listed_gpus(facts)
     if len(given) < len(node.gpus):
         why = f"{len(node.gpus)} GPUs requested, but CUDA_VISIBLE_DEVICES has {len(given)}"

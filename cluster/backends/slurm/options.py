@@ -102,10 +102,11 @@ def inherited(job: Job, lines: Sequence[str], where: str) -> tuple[list[tuple[st
     | SLURM_X, SRUN_X, PMI_X | a note; one for all of them if clusterctl runs in a job of Slurm |
     | SLURM_TIME_FORMAT and its like, SQUEUE_X, SALLOC_X, ... | nothing, because no job depends on them |
     """
-    given, found = job_options(job), dict(line.partition("=")[::2] for line in lines)
-    outer = found.get("SLURM_JOB_ID")
+    given = job_options(job)
+    values = dict(line.partition("=")[::2] for line in lines)
+    outer = values.get("SLURM_JOB_ID")
     wrong, ignored, notes = [], [], []
-    for name, value in found.items():
+    for name, value in values.items():
         program, _, rest = name.partition("_")
         option = _OPTIONS.get(rest, rest.lower().replace("_", "-"))
         if program in ("SLURM", "SBATCH") and option == "clusters":

@@ -43,31 +43,30 @@ def check_command(job: Job, *, run_dir: str, new: str = "", name: str = "", need
 
 def problems(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[Problem]:
     """Return the problems that prevent a submission, from the output of the preflight check by key."""
-    found = site.problems(job, has, where, TITLE, PING)
-    found += _secrets(job, has, where)
-    found += options.inherited(job, has.get("inherited", ()), where)[0]
-    return found or _limits(job, partitions(has.get("partition", ())), where)
+    inherited, _ = options.inherited(job, has.get("inherited", ()), where)
+    wrong = [*site.problems(job, has, where, TITLE, PING), *_secrets(job, has, where), *inherited]
+    return wrong or _limits(job, partitions(has.get("partition", ())), where)
 
 
 def _secrets(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[Problem]:
     """Return why the job would not get its secrets, or why others could read them."""
     assert job.queue is not None
-    found = []
+    wrong = []
     export = job.queue.settings.get("export", "ALL")
     exported = export.split(",")
     if job.secrets and "ALL" not in exported:
         why = f"--set export={export}: the job gets its secrets in its environment"
-        found.append((why, f"--set export=ALL,{export}" if exported != ["NONE"] else "omit it"))
+        wrong.append((why, f"--set export=ALL,{export}" if exported != ["NONE"] else "omit it"))
     if job.secrets and "stores_env" in has:
         why = "Slurm would store the secrets in its accounting database (AccountingStoreFlags has job_env)"
-        found.append((f"{where}: {why}", "omit --env NAME, and let the program read a file that only you can read"))
-    return found
+        wrong.append((f"{where}: {why}", "omit --env NAME, and let the program read a file that only you can read"))
+    return wrong
 
 
 def _limits(job: Job, known: Mapping[str, Partition], where: str) -> list[Problem]:
     """Return what the job asks for and its partitions do not have."""
     assert job.queue is not None
-    found = []
+    wrong = []
     given = job.queue.settings
     time = given.get("time", "")
     wanted_s = options.seconds(time)
@@ -75,16 +74,16 @@ def _limits(job: Job, known: Mapping[str, Partition], where: str) -> list[Proble
     for name in given["partition"].split(",") if given.get("partition") else default:
         partition = known.get(name)
         if partition is None:
-            found.append((f"{where}: no partition {name}", f"one of: {', '.join(known)}"))
+            wrong.append((f"{where}: no partition {name}", f"one of: {', '.join(known)}"))
             continue
         if job.nodes > partition.nodes:
             why = f"partition {name}: it has {partition.nodes} nodes, and --nodes {job.nodes} asks for more"
-            found.append((why, "use fewer --nodes"))
+            wrong.append((why, "use fewer --nodes"))
         if job.device == "cuda" and job.most_procs > partition.gpus:
             gpus = partition.gpus or "no"
             why = f"partition {name}: its nodes have {gpus} GPUs, and --gpus {job.most_procs} asks for more"
-            found.append((why, "use fewer --gpus, another --partition, or --device cpu"))
+            wrong.append((why, "use fewer --gpus, another --partition, or --device cpu"))
         if wanted_s and partition.limit_s is not None and wanted_s > partition.limit_s:
             why = f"partition {name}: its time limit is shorter than --time {time}"
-            found.append((why, f"use at most {partition.limit_s // 60} minutes"))
-    return found
+            wrong.append((why, f"use at most {partition.limit_s // 60} minutes"))
+    return wrong
