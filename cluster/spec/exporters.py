@@ -6,7 +6,7 @@ first lines say so.
 
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 from cluster.errors import UsageError
@@ -16,7 +16,7 @@ from cluster.spec.here import Here
 from cluster.spec.image import DEFAULT_IMAGE
 from cluster.spec.job_text import yaml_text
 from cluster.spec.model import Job
-from cluster.spec.request import Request
+from cluster.spec.request import BackendOptions, Request, declared
 from cluster.spec.traits import Traits
 
 
@@ -42,6 +42,12 @@ _DSTACK = {
 _PORT = 29500
 #: SkyPilot wants the name of a GPU, which a job of clusterctl does not have: the cheapest of these is taken.
 _GPUS = ("L4", "A100", "H100")
+#: The options that a task has, too. It has no others: a note names those that are given.
+_TAKEN_OVER = frozenset({"arguments", "command", "device", "env", "gpus", "image", "mounts", "name", "nodes"})
+_TAKEN_OVER |= {"prologue", "setup", "workdir"}
+#: Options of which nothing needs to be said: the task is for another launcher, and restarts have their own note.
+_TAKEN_OVER |= {"backend", "send_secrets", "max_restarts"}
+_IN_SECTIONS = frozenset(each.name for each in fields(BackendOptions))
 #: The working directory in a container of dstack.
 _WORKDIR = "/workdir"
 
@@ -111,40 +117,20 @@ def export(request: Request, here: Here, to: str) -> str:
 def _job(request: Request, here: Here) -> tuple[Job, list[str]]:
     """Return the job without what a rented machine has no use for, and a sentence for each option left out."""
     fewest, most = node_range(request.nodes, 1)
-    bare = Request()
-    of_clusterctl = {
-        "--spares": request.spares,
-        "--stall-timeout": request.stall_timeout_s,
-        "--master-port": request.master_port != bare.master_port,
-        "--rendezvous-timeout": request.timeout_s != bare.timeout_s,
-        "--run-dir": request.run_root,
-        "--python": request.python,
-        "--build": request.build,
-        "--run-option": request.run_options,
-        **{f"--set {name}": value for name, value in request.given_settings("", ()).items()},
-    }
-    notes = [f"not taken over: {option}" for option, value in of_clusterctl.items() if value]
+    left_out = [each for each in declared(Request) if each.field not in _TAKEN_OVER | _IN_SECTIONS]
+    given = [each for each in left_out if getattr(request, each.field) not in (each.default, "", None)]
+    notes = [f"not taken over: {each.flag}" for each in given]
+    notes += [f"not taken over: --set {name}" for name in request.given_settings("", ())]
     if fewest < most:
         notes.append(f"not taken over: --nodes {request.nodes}, the task has {most} nodes")
     if request.max_restarts != 0 and not request.command:
         notes.append(
             "not taken over: restarts from the last checkpoint; keep ./runs on a volume or in a bucket for them"
         )
-    reduced = replace(
-        request,
-        nodes=str(most),
-        device="cpu" if request.device == "cpu" else "any",
-        spares=0,
-        settings=[],
-        run_options=[],
-        partition="",
-        account="",
-        qos="",
-        time_limit="",
-        build="",
-        python="",
-        run_root="",
-    )
+    defaults: dict[str, Any] = {name: getattr(Request(), name) for name in _IN_SECTIONS}
+    defaults |= {each.field: each.default for each in left_out}
+    device = "cpu" if request.device == "cpu" else "any"
+    reduced = replace(request, **{**defaults, "nodes": str(most), "device": device})
     job, _ = resolver.job(reduced, here, _Rented(), {})
     return job, notes
 

@@ -71,7 +71,7 @@ def test_a_task_has_one_number_for_all_nodes(to: str, gpus: str, number: int) ->
 @pytest.mark.parametrize("to", exporters.FORMATS)
 def test_what_is_not_taken_over_is_said(to: str) -> None:
     left_out = {"spares": 1, "partition": "gpu", "settings": ["mem=3G"], "run_root": "out", "stall_timeout_s": 9.0}
-    left_out |= {"run_options": ["--memory=3g"]}
+    left_out |= {"run_options": ["--memory=3g"], "grace": "90s", "timeout_s": 9.0}
     said = task(to, nodes="2:4", **left_out)[1]
     for option in (
         "--spares",
@@ -81,6 +81,8 @@ def test_what_is_not_taken_over_is_said(to: str) -> None:
         "--stall-timeout",
         "--nodes 2:4",
         "--run-option",
+        "--grace",
+        "--rendezvous-timeout",
     ):
         assert f"not taken over: {option}" in said
     assert task(to, nodes="2:4")[0]["num_nodes" if to == "skypilot" else "nodes"] == 4
