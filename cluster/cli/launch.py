@@ -132,14 +132,17 @@ def launch(
     from cluster.store import JobStore
     from cluster.supervisor import launcher
 
-    wait_s = seconds(wait, "--wait") if wait else 0.0
+    wait_s = seconds(wait, "--wait") if wait else None
     prepared = _prepare(options.with_job_file(context, given))
-    backend, first, records, out = BACKENDS[prepared.site.backend], prepared.jobs[0], JobStore(), console()
+    backend = BACKENDS[prepared.site.backend]
+    first, *_ = prepared.jobs
+    records = JobStore()
+    out = console()
     if wait:
         backend.refuse("--wait", BACKENDS)
     secrets = secret_values(first.secrets, prepared.in_file)
-    # A link is not followed: the file in the working directory is the link.
-    withheld = (os.path.abspath(prepared.options.env_file),) if prepared.options.env_file else ()  # noqa: PTH100
+    env_file = prepared.options.env_file
+    withheld = (os.path.abspath(env_file),) if env_file else ()  # noqa: PTH100 (resolve() would follow links)
     starter = launcher.Launcher(records, secrets, withheld, prepared.options.send_secrets)
     if prepared.options.array:
         _submit_array(prepared, starter, out)
@@ -179,7 +182,8 @@ def _submit_array(prepared: _Prepared, starter: Launcher, out: Console) -> None:
 
 def _provide_image(prepared: _Prepared, push: bool, out: Console) -> None:
     """Build the container image, and copy it to the nodes, if the options say so."""
-    (job,), build = prepared.jobs, prepared.options.build
+    (job,) = prepared.jobs
+    build = prepared.options.build
     in_containers = [node for node in (*job.hosts, *job.spares) if node.in_container]
     if build:
         from cluster.images import engine
@@ -196,14 +200,14 @@ def _provide_image(prepared: _Prepared, push: bool, out: Console) -> None:
         parallel.together(push_to(in_containers, job.image, out))
 
 
-def _start(prepared: _Prepared, starter: Launcher, wait_s: float, out: Console) -> tuple[JobRecord, list[str]]:
-    """Start the job, with `wait_s` when its turn for GPUs has come, and return its record, and notes."""
+def _start(prepared: _Prepared, starter: Launcher, wait_s: float | None, out: Console) -> tuple[JobRecord, list[str]]:
+    """Start the job, with `wait_s` once its turn for GPUs has come. Return its record, and notes."""
     from cluster.cli.sync import progress
     from cluster.supervisor import gpu_queue
 
     (job,) = prepared.jobs
     with progress(console(stderr=True)) as starter.report:
-        if wait_s:
+        if wait_s is not None:
             say = functools.partial(print_line, out)
             return gpu_queue.launch_in_turn(starter, prepared.request, prepared.site, wait_s, say)
         return starter.launch(job, prepared.site.backend, numbered=not prepared.options.name)
@@ -231,9 +235,12 @@ def _leave(record: JobRecord, records: JobStore, secrets: Mapping[str, str], not
 
 def _interrupt(starter: Launcher) -> None:
     """Stop a job after Ctrl-C; leave it to a background process if the terminal was closed."""
-    started, out, records = starter.started, console(stderr=streams.is_closed()), starter.records
+    started = starter.started
+    records = starter.records
+    out = console(stderr=streams.is_closed())
     if started and hung_up() and not records.load(started.plan.job_id).outcome:
-        problems, job_id = leave_behind(started, records, starter.secrets), started.plan.job_id
+        job_id = started.plan.job_id
+        problems = leave_behind(started, records, starter.secrets)
         print_line(out, *problems, f"detached; {job_id} keeps running. To stop it: clusterctl stop {job_id}")
         return
     if started:

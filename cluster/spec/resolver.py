@@ -260,37 +260,49 @@ def _procs(
     """Return the processes per node. Raise UsageError for numbers that do not fit the nodes, or `all` without GPUs."""
     wanted = gpus_per_node(str(request.gpus))
     if isinstance(wanted, tuple):
-        if len(wanted) != nodes:
-            why = f"{len(wanted)} numbers, and the job has {nodes} node{'' if nodes == 1 else 's'}"
-            hint = f"give one number per node (--nodes {len(wanted)}), or one for all nodes: --gpus {max(wanted)}"
-            raise UsageError(f"--gpus {request.gpus}: {why}", hint)
-        wanted = wanted[0] if len(set(wanted)) == 1 else wanted
+        _refuse_other_length(request, wanted, nodes)
+        if len(set(wanted)) == 1:
+            wanted = wanted[0]
     if isinstance(wanted, int):
         return wanted
     number = max(wanted) if isinstance(wanted, tuple) else 2
     backend.refuse("unequal nodes", table, f"--gpus {request.gpus}", f"give all nodes one number: --gpus {number}")
-    if wanted != "all":
+    if isinstance(wanted, tuple):
         return wanted
     device = inventory.device if inventory and request.device == "auto" else request.device
     if device == "cpu":
         cause = "--device cpu" if request.device == "cpu" else f"device: cpu in {inventory and inventory.path}"
         hint = "give the number of CPU processes per node: --gpus 2"
         raise UsageError(f"--gpus all: there are no GPUs to count with {cause}", hint)
-    if inventory:
-        return wanted
+    return "all" if inventory else _all_gpus_here(here, nodes)
+
+
+def _refuse_other_length(request: Request, numbers: Sequence[int], nodes: int) -> None:
+    """Raise UsageError if there is not one number for each node."""
+    if len(numbers) == nodes:
+        return
+    why = f"{len(numbers)} numbers, and the job has {nodes} node{'' if nodes == 1 else 's'}"
+    hint = f"give one number per node (--nodes {len(numbers)}), or one for all nodes: --gpus {max(numbers)}"
+    raise UsageError(f"--gpus {request.gpus}: {why}", hint)
+
+
+def _all_gpus_here(here: Here, nodes: int) -> int:
+    """Return the number of GPUs of this machine for `--gpus all`. Raise UsageError if it is not for one node."""
     if not here.gpus:
         hint = "give a number, for CPU processes: --gpus 2"
         raise UsageError("--gpus all: this machine has no GPU that can be used", hint)
     if nodes > 1:
-        each = len(here.gpus) // nodes
-        hint = "use one node: --nodes 1" + (f"; or divide them: --gpus {each}" if each else "")
+        share = len(here.gpus) // nodes
+        hint = "use one node: --nodes 1" + (f"; or divide them: --gpus {share}" if share else "")
         raise UsageError(f"--gpus all: this machine's GPUs are for one node, and the job has {nodes}", hint)
     return len(here.gpus)
 
 
 def _total(procs: Procs, nodes: int) -> int:
     """Return the number of processes of all nodes on this machine."""
-    return nodes * procs if isinstance(procs, int) else sum(procs) if isinstance(procs, tuple) else 0
+    if isinstance(procs, tuple):
+        return sum(procs)
+    return nodes * procs if isinstance(procs, int) else 0
 
 
 def _device(
@@ -311,8 +323,8 @@ def _device(
         device = "cpu"
         notes.append(f"{missing} (--device cuda makes this an error)")
     if device == "cpu":
-        each = and_list(procs) if isinstance(procs, tuple) else procs
-        notes.append(f"processes per node: {each}, on the CPU over gloo")
+        per_node = and_list(procs) if isinstance(procs, tuple) else procs
+        notes.append(f"processes per node: {per_node}, on the CPU over gloo")
     return device, notes
 
 
@@ -325,24 +337,45 @@ def _hosts(
         why = f"--nodes {nodes} --spares {request.spares}: {inventory.path or 'the inventory'} has only {known}"
         hint = "use fewer --nodes, or add machines to the inventory: clusterctl init"
         raise UsageError(why, hint)
-    used = inventory.machines[: nodes + request.spares]
-    for index, host in enumerate(used if device != "cpu" else ()):
-        if procs == "all":
-            if not host.gpus:
-                others = ",".join(each.name for each in inventory.machines if each.gpus)
-                hint = f"leave it out (--only {others}), or " if others else ""
-                hint += "start processes on CPUs: --device cpu --gpus 1"
-                raise UsageError(f"{host.name}: --gpus all, and it has no GPUs", hint)
+    hosts = inventory.machines[:nodes]
+    spares = inventory.machines[nodes : nodes + request.spares]
+    if device == "cpu":
+        return hosts, spares
+    if procs == "all":
+        _refuse_without_gpus((*hosts, *spares), inventory)
+    else:
+        _refuse_with_few_gpus(request, hosts, spares, procs, device)
+    return hosts, spares
+
+
+def _refuse_without_gpus(machines: Sequence[Machine], inventory: Inventory) -> None:
+    """Raise UsageError if `--gpus all` leaves a machine without processes."""
+    for machine in machines:
+        if not machine.gpus:
+            others = ",".join(other.name for other in inventory.machines if other.gpus)
+            hint = f"leave it out (--only {others}), or " if others else ""
+            hint += "start processes on CPUs: --device cpu --gpus 1"
+            raise UsageError(f"{machine.name}: --gpus all, and it has no GPUs", hint)
+
+
+def _refuse_with_few_gpus(
+    request: Request, hosts: Sequence[Machine], spares: Sequence[Machine], procs: int | tuple[int, ...], device: Device
+) -> None:
+    """Raise UsageError if a machine has fewer GPUs than its node has processes."""
+    machines = (*hosts, *spares)
+    per_host = procs if isinstance(procs, tuple) else (procs,) * len(hosts)
+    per_machine = (*per_host, *[max(per_host)] * len(spares))  # a spare may have to replace any node
+    for index, (machine, wanted) in enumerate(zip(machines, per_machine, strict=True)):
+        needs_gpus = device == "cuda" or bool(machine.gpus)  # with `any`, machines without GPUs use their CPUs
+        if not needs_gpus or len(machine.gpus) >= wanted:
             continue
-        # A spare may have to replace any node.
-        wanted = procs if isinstance(procs, int) else procs[index] if index < nodes else max(procs)
-        if (device == "cuda" or host.gpus) and len(host.gpus) < wanted:
-            hint = "use fewer --gpus, other nodes, or --device cpu (CPU processes instead)"
-            hint = f"use all GPUs of each machine: --gpus all; or {hint}" if all(each.gpus for each in used) else hint
-            many = "more" if isinstance(procs, int) else f"{wanted} {'here' if index < nodes else 'of a spare'}, more"
-            why = f"{host.name}: --gpus {request.gpus} asks for {many} than its GPUs ({len(host.gpus)})"
-            raise UsageError(why, hint)
-    return inventory.machines[:nodes], inventory.machines[nodes : nodes + request.spares]
+        where = "here" if index < len(hosts) else "of a spare"
+        many = f"{wanted} {where}, more" if isinstance(procs, tuple) else "more"
+        hint = "use fewer --gpus, other nodes, or --device cpu (CPU processes instead)"
+        if all(each.gpus for each in machines):
+            hint = f"use all GPUs of each machine: --gpus all; or {hint}"
+        why = f"{machine.name}: --gpus {request.gpus} asks for {many} than its GPUs ({len(machine.gpus)})"
+        raise UsageError(why, hint)
 
 
 def _run_options(request: Request, machines: Sequence[Machine]) -> tuple[str, ...]:
