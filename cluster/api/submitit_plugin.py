@@ -18,8 +18,7 @@ from submitit.core.job_environment import JobEnvironment
 from cluster import api, contract
 from cluster.backends import BACKENDS
 from cluster.errors import ClusterError
-from cluster.spec.request import Request
-from cluster.spec.resolver import DEFAULT_RESTARTS
+from cluster.spec.request import DEFAULT_RESTARTS, Request
 from cluster.store import JobStore
 from cluster.supervisor import job_end, job_monitor, launcher
 

@@ -386,10 +386,11 @@ def job_yaml(given: LaunchOptions, site: Site) -> str:
     from cluster.spec.job_text import write
     from cluster.spec.resolver import absolute_paths
     from cluster.spec.traits import on_this_machine
+    from cluster.transport.discovery import DEFAULT_FILE
 
     inventory = ""
     if not (on_this_machine(given.backend, BACKENDS) or given.hosts or given.hostfile):
-        inventory = given.inventory or ("cluster.yaml" if Path("cluster.yaml").exists() else "")
+        inventory = given.inventory or (DEFAULT_FILE if Path(DEFAULT_FILE).exists() else "")
     with_paths = replace(
         absolute_paths(given, site.here),
         inventory=_absolute(inventory),

@@ -26,6 +26,9 @@ HERE_AND_AUTO = (
 )
 #: Marks an option that not all backends support: those that do name it in `Traits.supports`, any other refuses it.
 SOME_BACKENDS = "some backends"
+#: Restarts, and seconds without progress, of the trainer's jobs: another program may not resume, or wait for input.
+DEFAULT_RESTARTS = 3
+DEFAULT_STALL_TIMEOUT_S = 300.0
 #: The values of --device.
 DEVICES = ("auto", "cpu", "cuda", "any")
 # Headings of `launch --help-all`. Options without one are the common ones, which `launch --help` shows too.
@@ -269,7 +272,8 @@ class _JobOptions:
         int | None,
         option(
             metavar="N",
-            help="Restarts after failures, from the newest checkpoint.  [default: 3; with --command: 0]",
+            help="Restarts after failures, from the newest checkpoint.  "
+            f"[default: {DEFAULT_RESTARTS}; with --command: 0]",
         ),
         Key(least=0),
     ] = None
@@ -279,7 +283,8 @@ class _JobOptions:
             "--stall-timeout",
             metavar="SECONDS",
             help="Fail the job after this long without progress; 0 disables it. A --command makes progress if it "
-            "prints something, or if its ranks move on in their Python code.  [default: 300; with --command: 0]",
+            "prints something, or if its ranks move on in their Python code.  "
+            f"[default: {DEFAULT_STALL_TIMEOUT_S:g}; with --command: 0]",
             rich_help_panel=_FAILURES,
         ),
         Key("stall_timeout", least=0),

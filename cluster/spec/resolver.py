@@ -15,15 +15,12 @@ from cluster.spec.job_name import default_name, stem
 from cluster.spec.model import Device, Inventory, Job, Machine, Queue
 from cluster.spec.mount import Mount
 from cluster.spec.paths import absolute
-from cluster.spec.request import DEVICES, Request, UnchangedOptions, declared
+from cluster.spec.request import DEFAULT_RESTARTS, DEFAULT_STALL_TIMEOUT_S, DEVICES, Request, UnchangedOptions, declared
 from cluster.spec.setup_key import setup_key
 from cluster.spec.shell_words import split
 from cluster.spec.traits import Table, Traits
 
 Request_ = TypeVar("Request_", bound=Request)
-
-DEFAULT_RESTARTS = 3
-DEFAULT_STALL_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
