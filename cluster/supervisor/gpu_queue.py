@@ -1,7 +1,8 @@
-"""Queue for GPUs (`launch --wait`): tickets on the nodes order the launchers that wait, without a daemon.
+"""Queue for GPUs (`launch --wait`): tickets on the machines order the launchers that wait, without a daemon.
 
-A ticket is a file in the folder of each node's GPU locks. Its name begins with the time of the launcher's arrival, so
-that all nodes have the same order. The launcher renews it at each poll; a ticket that is not renewed does not count.
+A ticket is a file in the folder of each machine's GPU locks. Its name begins with the time of the launcher's arrival,
+so that all machines have the same order. The launcher renews it at each poll; a ticket that is not renewed does not
+count.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ _POLL_S = 2.0
 class GpuQueue:
     """The place of one launcher in the queue. It is at the end until `leave`."""
 
-    def __init__(self, name: str, nodes: Sequence[Machine], in_use: Callable[[], dict[Gpu, str]]) -> None:
-        """`in_use` returns more GPUs in use, with their jobs, which a single node's locks do not show."""
+    def __init__(self, name: str, machines: Sequence[Machine], in_use: Callable[[], dict[Gpu, str]]) -> None:
+        """`in_use` returns more GPUs in use, with their jobs, which a single machine's locks do not show."""
         # Log in before the arrival time is set: a slow login would let a later launcher start first.
-        parallel.each(nodes, lambda node: reach(node).run(["true"], timeout_s=15))
-        self._ticket, self._nodes, self._in_use = f"{time.time_ns():020d}-{os.getpid()}-{name}", nodes, in_use
+        parallel.each(machines, lambda machine: reach(machine).run(["true"], timeout_s=15))
+        self._ticket, self._machines, self._in_use = f"{time.time_ns():020d}-{os.getpid()}-{name}", machines, in_use
         self._poll()
 
     def leave(self) -> None:
-        """Remove the tickets. Those on nodes that do not answer expire."""
-        parallel.each(self._nodes, lambda node: self._run(node, "leave"))
+        """Remove the tickets. Those on machines that do not answer expire."""
+        parallel.each(self._machines, lambda machine: self._run(machine, "leave"))
 
     def wait(self, job: Job, until: float, note: Callable[[str], None]) -> list[Machine]:
-        """Wait until this launcher is the first and enough GPUs are free, and return the nodes with only those.
+        """Wait until this launcher is the first and enough GPUs are free, and return the machines with only those.
 
         `until` is a Unix time. `note` gets a sentence when the reason for waiting changes. Raises LaunchError if there
         were not enough free GPUs in time.
@@ -47,14 +48,14 @@ class GpuQueue:
             held, tickets = self._poll()
             ahead = sorted(ticket for ticket in tickets if ticket < self._ticket)
             free = [
-                replace(node, gpus=tuple(gpu for gpu in node.gpus if gpu not in held[node.name]))
-                for node in self._nodes
-                if node.name in held
+                replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu not in held[machine.name]))
+                for machine in self._machines
+                if machine.name in held
             ]
             if job.hosts:
-                found = machines_for(job, self._nodes, free)
+                found = machines_for(job, self._machines, free)
             else:
-                found = free if sum(len(node.gpus) for node in free) >= job.world_size else None
+                found = free if sum(len(machine.gpus) for machine in free) >= job.world_size else None
             if found is not None and not ahead:
                 return found
             holders = sorted({holder for jobs in held.values() for holder in jobs.values()})
@@ -72,8 +73,8 @@ class GpuQueue:
             time.sleep(_POLL_S)
 
     def _poll(self) -> tuple[dict[str, dict[Gpu, str]], set[str]]:
-        """Renew the tickets. Return the job of each GPU in use, by node that answers, and all tickets."""
-        answers = parallel.each(self._nodes, lambda node: self._run(node, ",".join(map(str, node.gpus))))
+        """Renew the tickets. Return the job of each GPU in use, by machine that answers, and all tickets."""
+        answers = parallel.each(self._machines, lambda machine: self._run(machine, ",".join(map(str, machine.gpus))))
         held: dict[str, dict[Gpu, str]] = {}
         tickets: set[str] = set()
         for name, done in answers.items():
@@ -88,27 +89,28 @@ class GpuQueue:
             raise next(error for error in answers.values() if isinstance(error, ClusterError))
         return held, tickets
 
-    def _run(self, node: Machine, what: str) -> Completed:
-        done = reach(node).run(scripts.command("queue", self._ticket, what), timeout_s=15)
+    def _run(self, machine: Machine, what: str) -> Completed:
+        done = reach(machine).run(scripts.command("queue", self._ticket, what), timeout_s=15)
         if done.code:
-            raise UnreachableError(f"{node.name}: {done.last_line}", "the queue needs GNU find on the node")
+            raise UnreachableError(f"{machine.name}: {done.last_line}", "the queue needs GNU find on the node")
         return done
 
 
-def machines_for(job: Job, nodes: Sequence[Machine], free: Sequence[Machine]) -> list[Machine] | None:
+def machines_for(job: Job, machines: Sequence[Machine], free: Sequence[Machine]) -> list[Machine] | None:
     """Return a machine for each node of a job, in order, and then for its spares; None if there are not enough.
 
-    `nodes` are all machines, and `free` those that answer, with only their free GPUs. With `--gpus all`, a node takes a
-    whole machine. Otherwise the largest nodes choose first, the first machine with enough GPUs, so that none is wasted.
+    `machines` are all of them, and `free` those that answer, with only their free GPUs. With `--gpus all`, a node takes
+    a whole machine. Otherwise the largest nodes choose first, the first machine with enough GPUs, so that none is
+    wasted.
     """
     if job.procs_per_node == "all":
-        unused = [node for node in free if node in nodes]
+        unused = [machine for machine in free if machine in machines]
         wanted = [0] * (job.nodes + len(job.spares))
     else:
         unused, wanted = [*free], [*job.procs, *[job.most_procs] * len(job.spares)]
     chosen: dict[int, Machine] = {}
     for index in sorted(range(len(wanted)), key=lambda index: -wanted[index]):
-        fitting = [node for node in unused if len(node.gpus) >= wanted[index]]
+        fitting = [machine for machine in unused if len(machine.gpus) >= wanted[index]]
         if not fitting:
             return None
         chosen[index] = fitting[0]
@@ -136,12 +138,12 @@ def launch_in_turn(
     BACKENDS[site.backend].refuse("--wait", BACKENDS)
     job, _ = site.job(request)
     inventory = site.inventory if job.hosts else None
-    nodes = inventory.machines if inventory else [this_machine(site.here.gpus)]
-    if not all(node.gpus for node in nodes):
+    machines = inventory.machines if inventory else [this_machine(site.here.gpus)]
+    if not all(machine.gpus for machine in machines):
         raise UsageError("--wait: the job uses no GPUs", "omit --wait, or set gpus of the nodes in cluster.yaml")
     starter.check_sources(job)  # before the wait, which may take hours
     until = time.time() + wait_s
-    queue = GpuQueue(job.name, nodes, dict if job.hosts else lambda: launcher.gpus_in_use(starter.records))
+    queue = GpuQueue(job.name, machines, dict if job.hosts else lambda: launcher.gpus_in_use(starter.records))
     try:
         while True:
             free = queue.wait(job, until, note)
