@@ -7,7 +7,7 @@ from pathlib import Path
 
 WORDS = re.compile(
     r"(?<![a-z])(pictures?|anew|errands?|leftovers?|told|nobody|somebody|goes[ _]on|looks|wish(es|ed)?|lends?|whoever"
-    r"|in vain)(?![a-z])",
+    r"|in vain|followers?|observers?)(?![a-z])",
     re.IGNORECASE,
 )
 NOUNS = "place|mode|record|stream|run|course|position"
