@@ -169,13 +169,14 @@ def ps(
     for job_status in job_monitor.poll_all([record for record in records if every or not record.outcome], records):
         plan, state = job_status.record.plan, job_status.state
         shown_states[plan.job_id] = job_status.words(now)
-        if job_status.why and not job_status.record.outcome:
-            reason = f"{state}: {job_status.why}" if job_status.is_readable else job_status.why
+        if problem := job_status.problem:
+            reason = f"{state}: {problem}" if job_status.is_readable else problem
             reasons.setdefault(reason, []).append(plan.job_id)
-        row: dict[str, Any] = {"job": plan.job_id, "state": state, "backend": plan.backend}
-        counts = state in ("starting", "joining", "running")
-        row["nodes"] = f"{job_status.view.ready_count}/{len(plan.nodes)}" if counts else len(plan.nodes)
-        row |= {
+        row: dict[str, Any] = {
+            "job": plan.job_id,
+            "state": state,
+            "backend": plan.backend,
+            "nodes": job_status.nodes,
             "age_s": round(now - job_status.record.launched_at),
             "supervisor": _supervisor_of(job_status.record, records) if job_status.is_readable else "",
             "run_dir": plan.run_dir,
@@ -224,7 +225,7 @@ def status(job: options.JobName, as_json: options.AsJson = False) -> None:
         return
     out = console()
     commit = record.commit and f"commit: {record.commit}"
-    reason = "" if record.outcome else job_status.why
+    reason = job_status.problem
     print_line(out, *filter(None, (f"{header(record.plan)}   {job_status.words(now)}", reason, record.detail, commit)))
     if not record.outcome:
         is_alone = supervisor == _NO_SUPERVISOR

@@ -50,6 +50,17 @@ class JobStatus(NamedTuple):
         """Its reason and the hint in one line."""
         return with_hint(self.reason, self.hint) if self.reason else ""
 
+    @property
+    def problem(self) -> str:
+        """Why a job that has not ended waits or does not answer; "" if it does neither."""
+        return "" if self.record.outcome else self.why
+
+    @property
+    def nodes(self) -> int | str:
+        """The number of its nodes; while they join or run, also how many are ready: `1/2`."""
+        count = len(self.record.plan.nodes)
+        return f"{self.view.ready_count}/{count}" if self.state in ("starting", "joining", "running") else count
+
     def words(self, now: float) -> str:
         """Format its state: `running`, or `unreachable for 3 min 05 s; running before`."""
         if not self.last_state or self.since is None:

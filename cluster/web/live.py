@@ -14,8 +14,9 @@ from markupsafe import Markup
 from cluster.errors import ClusterError
 from cluster.spec.model import JobRecord
 from cluster.store import JobStore
-from cluster.supervisor import job_monitor, job_status, page
+from cluster.supervisor import job_monitor, job_state, job_status, page
 from cluster.supervisor.job_state import JobView
+from cluster.supervisor.job_status import JobStatus
 from cluster.supervisor.report import seconds
 from cluster.transport import inside
 
@@ -83,20 +84,18 @@ class LiveJob:
     def __init__(self, job_id: str, store: JobStore) -> None:
         self._job_id, self._store = job_id, store
         self._lock, self._polled_at = threading.Lock(), 0.0
-        self.record = store.load(job_id)
         self._monitor: job_monitor.JobMonitor | None = None  # reads the logs, once a page shows the job
-        self.state: str = self.record.outcome or "starting"
+        record = store.load(job_id)
+        #: The status from the last poll.
+        self.status = JobStatus(record, record.outcome or "starting", job_state.start(record.plan, record.created_at))
+        #: The view from the last poll that was answered; None before.
         self.view: JobView | None = None
-        #: Why the job waits or does not answer, and its state with what was seen of it before.
-        self.problem, self.words = "", self.state
-        self.since: float | None = self.record.ended_at or None
-        self.last_state = ""
         self._past: list[page.Ranks] = []
 
     @property
     def is_due(self) -> bool:
         """Whether it is time to poll it. An ended job is not polled: its machines may be off."""
-        has_ended = self.record.outcome and self.state == self.record.outcome
+        has_ended = self.record.outcome and self.status.state == self.record.outcome
         return not has_ended and time.time() - self._polled_at >= POLL_S / 2
 
     @property
@@ -104,9 +103,14 @@ class LiveJob:
         """Whether its own page has been shown, for which its logs are read."""
         return self._monitor is not None
 
+    @property
+    def record(self) -> JobRecord:
+        """The job's record, as it was read last."""
+        return self.status.record
+
     def reload(self) -> JobRecord:
         """Read its record again."""
-        self.record = self._store.load(self._job_id)
+        self.status = self.status._replace(record=self._store.load(self._job_id))
         return self.record
 
     def poll(self) -> None:
@@ -127,18 +131,16 @@ class LiveJob:
                 status = job_status.unreachable(self.record, self._store, error, self.view)
             self._take(status)
 
-    def take(self, status: job_status.JobStatus) -> None:
+    def take(self, status: JobStatus) -> None:
         """Take the result of a poll of many jobs."""
         with self._lock:
             self._take(status)
 
-    def _take(self, status: job_status.JobStatus) -> None:
+    def _take(self, status: JobStatus) -> None:
         now = time.time()
-        self.record, self.state = status.record, status.state
+        self.status = status
         if status.state != job_status.UNREACHABLE or self.view is None:
             self.view = status.view
-        self.problem = "" if status.record.outcome else status.why
-        self.words, self.since, self.last_state = status.words(now), status.since, status.last_state
         if now - self._polled_at > _PAUSE_S:
             self._past = []
         self._polled_at = now
@@ -154,22 +156,21 @@ class LiveJob:
     def body(self) -> Markup:
         """Poll, and return the content of the job's page."""
         self.poll()
-        shown = page.Shown(self.state, self.words, self.problem)
+        shown = page.Shown(self.status.state, self.status.words(time.time()), self.status.problem)
         return page.sections(self.record, shown, self.view, self.ended_at, is_live=True, past=self._past)
 
     def row(self) -> page.JobRow:
         """Return the job's row in the list, as of the last poll."""
-        record, plan, count = self.record, self.record.plan, len(self.record.plan.nodes)
-        ready = f"{self.view.ready_count}/" if self.view and not record.outcome else ""
+        record, plan = self.record, self.record.plan
         return page.JobRow(
             Markup('<a href="jobs/{}/">{}</a>').format(plan.job_id, plan.job_id),
-            self.state,
-            self.words,
+            self.status.state,
+            self.status.words(time.time()),
             seconds(max(0.0, self.ended_at - record.launched_at)),
-            f"{ready}{count}",
+            str(self.status.nodes),
             str(plan.attempt),
             plan.backend,
-            self.problem or record.detail,
+            self.status.problem or record.detail,
         )
 
 

@@ -61,15 +61,20 @@ class _Jobs(Collector):
             state(name, "", "unreadable")
         for each in self._jobs:
             job, plan = each.record.plan.job_id, each.record.plan
-            state(job, plan.backend, each.state)
-            if each.since is not None:
-                gauge("job_state_since_seconds", "Unix time since which the job has its state.", each.since, job=job)
-            if each.last_state:
+            state(job, plan.backend, each.status.state)
+            if each.status.since is not None:
+                gauge(
+                    "job_state_since_seconds",
+                    "Unix time since which the job has its state.",
+                    each.status.since,
+                    job=job,
+                )
+            if each.status.last_state:
                 text = "1 for the state in which an unreachable job was seen last."
-                gauge("job_last_state", text, 1, job=job, state=each.last_state)
+                gauge("job_last_state", text, 1, job=job, state=each.status.last_state)
             gauge("job_attempt", "Number of the attempt, from 1.", plan.attempt, job=job)
             gauge("job_nodes", "Nodes of the job.", len(plan.nodes), job=job)
-            if each.record.outcome or not each.view or each.last_state:
+            if each.record.outcome or not each.view or each.status.last_state:
                 continue
             gauge("job_nodes_ready", "Nodes that have joined.", each.view.ready_count, job=job)
             for key, (name, text) in _PROGRESS.items():
