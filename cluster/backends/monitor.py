@@ -3,7 +3,7 @@
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from cluster.backends import awake_clock
@@ -32,6 +32,8 @@ Answers = Sequence[NodeStatuses | ClusterError]
 _Attempt = tuple[str, str, int]
 #: An attempt and the name of one of its nodes.
 _Key = tuple[_Attempt, str]
+#: A machine's login and its SSH configuration: those with the same are one.
+_MachineKey = tuple[str, str]
 
 
 class NodeMonitor:
@@ -87,40 +89,44 @@ class NodeMonitor:
         *,
         is_shared: bool = False,
     ) -> list[list[NodeStatus] | ClusterError]:
-        machines: dict[tuple[str, str], tuple[Machine, list[Plan]]] = {}
+        plans_of: dict[_MachineKey, list[Plan]] = {}
+        machines: dict[_MachineKey, Machine] = {}
         for plan in plans:
             for machine in plan.machines:
-                machines.setdefault((machine.login, machine.ssh_config), (machine, []))[1].append(plan)
-        each = [machine for machine, _ in machines.values()]
-        if awake_clock.awake_time().suspensions != self._suspensions:
-            self._suspensions = awake_clock.awake_time().suspensions
-            for machine in each:  # a new connection is faster than the timeout of a dead one
-                reach(machine).close()
+                machines.setdefault(_key(machine), machine)
+                plans_of.setdefault(_key(machine), []).append(plan)
+        self._reconnect_after_suspension(machines.values())
         polls = dict(zip(machines, self._polls_of([(*scope, *key) for key in machines]), strict=True))
-        for key, (machine, own) in machines.items():
-            polls[key].start(functools.partial(_found, work, tuple(own), machine))
-        first = [poll for poll in polls.values() if not poll.statuses]
-        if is_shared:
-            first = [poll for poll in first if poll.silent_s < LOST_AFTER_S]
-        wait_s = LOST_AFTER_S if first else _POLL_WAIT_S  # the first poll logs in
-        # no longer than until a silent machine is lost
-        silent_s = max((poll.silent_s for poll in polls.values() if poll.silent_s < LOST_AFTER_S), default=0.0)
-        wait_s = min(wait_s, LOST_AFTER_S - silent_s + 0.1)
-        until = time.monotonic() + (wait_s if any(machine.login for machine in each) else TIMEOUT_S)
-        errors: dict[tuple[str, str], ClusterError | None] = {}
-        broken: dict[tuple[str, str], ClusterError] = {}
-        for key, (machine, _) in machines.items():
+        for key, machine in machines.items():
+            polls[key].start(functools.partial(_found, work, tuple(plans_of[key]), machine))
+        is_remote = any(machine.login for machine in machines.values())
+        wait_s = _wait_s(polls.values(), is_shared=is_shared) if is_remote else TIMEOUT_S
+        until = time.monotonic() + wait_s
+        errors: dict[_MachineKey, ClusterError | None] = {}
+        broken: dict[_MachineKey, ClusterError] = {}
+        for key, machine in machines.items():
             try:
                 errors[key] = polls[key].wait(reach(machine), max(0.0, until - time.monotonic()))
             except UnreachableError as error:  # this machine's failure
                 broken[key] = error
         made: list[list[NodeStatus] | ClusterError] = []
         for plan in plans:
-            keys = [(machine.login, machine.ssh_config) for machine in plan.machines]
+            keys = [_key(machine) for machine in plan.machines]
             problem = next((broken[key] for key in keys if key in broken), None)
-            asked = [polls[key] for key in keys]
-            made.append(problem or self._statuses_of(plan, asked, [errors[key] for key in keys]))
+            if problem is None:
+                asked = [polls[key] for key in keys]
+                made.append(self._statuses_of(plan, asked, [errors[key] for key in keys]))
+            else:
+                made.append(problem)
         return made
+
+    def _reconnect_after_suspension(self, machines: Iterable[Machine]) -> None:
+        """Close the connections if this machine has slept: a new one is faster than the timeout of a dead one."""
+        suspensions = awake_clock.awake_time().suspensions
+        if suspensions != self._suspensions:
+            self._suspensions = suspensions
+            for machine in machines:
+                reach(machine).close()
 
     def _statuses_of(
         self, plan: Plan, polls: Sequence["_MachinePoll"], errors: Sequence[ClusterError | None]
@@ -135,7 +141,10 @@ class NodeMonitor:
             has_answered = any(known.values())
             is_new = not has_answered and error is None
             silent = not is_new and (poll.silent_s > 2 * _POLL_WAIT_S or not has_answered)
-            (self._silent.add if silent else self._silent.discard)((plan.job_id, machine.name))
+            if silent:
+                self._silent.add((plan.job_id, machine.name))
+            else:
+                self._silent.discard((plan.job_id, machine.name))
             for node in nodes:
                 status = known[node.name] or NodeStatus(node.name, unknown)
                 if isinstance(status, ClusterError):
@@ -268,6 +277,22 @@ def in_words(error: Exception) -> ClusterError:
     if isinstance(error, OSError):  # the local copy of a log cannot be written
         return UnreachableError(f"this machine: {error.filename or 'the copy of a log'}: {error.strerror}")
     return UnreachableError(f"the nodes' answer cannot be read: {type(error).__name__}: {error}")
+
+
+def _wait_s(polls: Collection[_MachinePoll], *, is_shared: bool) -> float:
+    """Return how long to wait for polls: longer for a first one, which logs in, but at most until a machine is lost.
+
+    A machine that never answers delays only the first of several shared polls.
+    """
+    first = [poll for poll in polls if not poll.statuses]
+    if is_shared:
+        first = [poll for poll in first if poll.silent_s < LOST_AFTER_S]
+    silent_s = max((poll.silent_s for poll in polls if poll.silent_s < LOST_AFTER_S), default=0.0)
+    return min(LOST_AFTER_S if first else _POLL_WAIT_S, LOST_AFTER_S - silent_s + 0.1)
+
+
+def _key(machine: Machine) -> _MachineKey:
+    return machine.login, machine.ssh_config
 
 
 def _attempt(plan: Plan) -> _Attempt:

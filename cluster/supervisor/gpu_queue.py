@@ -30,7 +30,9 @@ class GpuQueue:
         """`in_use` returns more GPUs in use, with their jobs, which a single machine's locks do not show."""
         # Log in before the arrival time is set: a slow login would let a later launcher start first.
         parallel.each(machines, lambda machine: reach(machine).run(["true"], timeout_s=15))
-        self._ticket, self._machines, self._in_use = f"{time.time_ns():020d}-{os.getpid()}-{name}", machines, in_use
+        self._ticket = f"{time.time_ns():020d}-{os.getpid()}-{name}"
+        self._machines = machines
+        self._in_use = in_use
         self._poll()
 
     def leave(self) -> None:
@@ -107,7 +109,8 @@ def machines_for(job: Job, machines: Sequence[Machine], free: Sequence[Machine])
         unused = [machine for machine in free if machine in machines]
         wanted = [0] * (job.nodes + len(job.spares))
     else:
-        unused, wanted = [*free], [*job.procs, *[job.most_procs] * len(job.spares)]
+        unused = [*free]
+        wanted = [*job.procs, *[job.most_procs] * len(job.spares)]
     chosen: dict[int, Machine] = {}
     for index in sorted(range(len(wanted)), key=lambda index: -wanted[index]):
         fitting = [machine for machine in unused if len(machine.gpus) >= wanted[index]]

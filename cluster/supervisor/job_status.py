@@ -83,7 +83,8 @@ def unreachable(record: JobRecord, records: JobStore, error: Exception, view: Jo
     is_known = isinstance(error, ClusterError)
     text = str(error) if is_known else f"its state cannot be read: {type(error).__name__}: {error}"
     hint = error.hint if isinstance(error, ClusterError) else ""
-    state, view = record.outcome or UNREACHABLE, view or job_state.start(record.plan, record.created_at)
+    state = record.outcome or UNREACHABLE
+    view = view or job_state.start(record.plan, record.created_at)
     return JobStatus(record, state, view, text, hint, records.seen(record), is_known)
 
 

@@ -51,7 +51,8 @@ class Supervisor:
         Return the last attempt, and why the job was not restarted ("" if it is done or was stopped).
         """
         copied = notes.Copied(self.show, self.record.plan)
-        attempt, has_ended = AttemptMonitor(self.record), False
+        attempt = AttemptMonitor(self.record)
+        has_ended = False
         while True:
             if not job_monitor.is_being_started(self.record, self.records):
                 with self.records.supervise(self.record.plan.job_id) as is_supervisor:
@@ -75,7 +76,8 @@ class Supervisor:
             if self._has_ended(attempt):
                 return attempt, ""
             self._check_network(attempt.view)
-            failed_at, failure = time.time(), restarts.failure(attempt.view, attempt.verdict)
+            failed_at = time.time()
+            failure = restarts.failure(attempt.view, attempt.verdict)
             try:
                 if not self._has_recorded_failure():
                     self._record_failure(failure)
