@@ -2,6 +2,10 @@
 
 OpenCV's JPEG decoder writes about damage to stderr, without the file's name. Here stderr is a file that is read after
 each image. A separate process also survives a file that ends the decoder.
+
+Pillow's verify() and load() would be 150 lines less and no faster (1.5 to 2.2 s for 1,000 JPEGs of 640 x 480 px on two
+cores; here 1.7 to 1.8 s), and they do not suffice: of the files in tests/unit/test_image_faults.py they report all that
+cannot be read, but they hide what libjpeg says of damaged JPEGs, and refuse a JPEG that only lacks its end marker.
 """
 
 import dataclasses
