@@ -84,7 +84,7 @@ def test_cached_batches_are_equal_and_files_are_read_once(dataset, tmp_path, kin
     before = left_in_shm()
     loader.cache(kind, [tmp_path / "home"], World(), alone, 2, print)
     epochs = [] if kind == "disk" else [list(loader.epoch(0))]
-    assert loader._collate.cached.is_complete
+    assert loader._collate.cached._shapes.all()
     for k in range(len(dataset)):
         Path(dataset.name(k)).write_bytes(b"gone")
     epochs += [list(loader.epoch(e)) for e in range(len(epochs), 3)]
@@ -215,7 +215,7 @@ def test_ranks_fill_a_cache_together(dataset, decoded, painter, nodes):
         return loader
 
     for loader in on_ranks(nodes, work):
-        assert loader._collate.cached.is_complete
+        assert loader._collate.cached._shapes.all()
         assert not painter or (loader._collate.resident._states == 1).all()
     assert sorted(decoded) == sorted([*range(len(dataset))] * len(nodes))
 
@@ -367,7 +367,7 @@ def test_generated_images_are_cached(tmp_path, kind):
     cached = opened(pages, kind, [tmp_path])
     for k in [*range(5), *range(5)]:
         np.testing.assert_array_equal(cached.image(k, 32), pages.image(k))
-    assert cached.is_complete
+    assert cached._shapes.all()
     assert len(cache_files(tmp_path)) == (kind == "disk")
 
 

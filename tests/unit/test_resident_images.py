@@ -280,7 +280,7 @@ def test_without_room_beside_the_training_the_images_stay_in_memory(folder, monk
     for epoch in range(2):
         list(loader.epoch(epoch))
     assert loader._painter.uploads == [None] * 2 * loader.steps
-    assert loader._collate.cached.is_complete
+    assert loader._collate.cached._shapes.all()
     assert len(said) == 2
     assert "images do not stay on cpu beside the training" in said[1]
     assert "images are cached in memory" in said[1]

@@ -19,9 +19,9 @@ from trainer import contract
 from trainer.config import Settings
 from trainer.distributed import comm
 from trainer.distributed.spawn import Line, free_port, local_ranks, rank_error, run_ranks
+from trainer.engine.memory import OUT_OF_MEMORY
 from trainer.errors import TrainerError
 
-OUT_OF_MEMORY = "out of memory"
 END_TIMEOUT_S = 10.0  # rank 0 waits for the other ranks
 LINES = 200  # of each rank's output, for an error
 Request = Mapping[str, Any]  # arguments of `trainer bench rank`, as JSON

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from trainer.bench.measure import Measurement
-from trainer.bench.processes import OUT_OF_MEMORY
 from trainer.bench.scaling import UNTIMED, Row
 from trainer.config import DEFAULT_STRATEGY, Settings
 from trainer.distributed.comm import usable_cores
+from trainer.engine.memory import OUT_OF_MEMORY
 from trainer.plots.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, figure, style_axes, write
 
 Cells = Sequence[str]

@@ -117,9 +117,9 @@ def rank(request: Path, answer: Path) -> None:
     """Run one rank of a request, and write rank 0's answer."""
     import torch
 
-    from trainer.bench import measure, processes, profile, verify
+    from trainer.bench import measure, profile, verify
     from trainer.distributed import comm
-    from trainer.engine.memory import HINT, is_out_of_memory
+    from trainer.engine.memory import HINT, OUT_OF_MEMORY, is_out_of_memory
 
     content = json.loads(request.read_text(encoding="utf-8"))
     records: dict[str, Any] = {"measure": measure.record, "profile": profile.record, "verify": verify.record}
@@ -129,7 +129,7 @@ def rank(request: Path, answer: Path) -> None:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise TrainerError(processes.OUT_OF_MEMORY, HINT) from None
+        raise TrainerError(OUT_OF_MEMORY, HINT) from None
     if comm.is_rank_zero():
         torch.save(found, answer)
     comm.leave()

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from trainer.config.faults import Fault
+from trainer.data.formats.data_yaml import SPLITS
 from trainer.data.formats.yolo import Source, read_splits
-
-SPLITS = ("train", "val")
 
 
 def check(data_yaml: str, *, decode: bool) -> tuple[list[Fault], list[dict[str, Any]]]:

@@ -11,7 +11,7 @@ import torch
 from trainer.config import DEFAULT_STRATEGY, Settings, traits_of
 from trainer.data.batch import Targets
 from trainer.distributed import comm
-from trainer.engine.memory import is_out_of_memory
+from trainer.engine.memory import OUT_OF_MEMORY, is_out_of_memory
 from trainer.engine.meter import LossMeter
 from trainer.errors import TrainerError
 from trainer.strategies.network_with_loss import NetworkWithLoss
@@ -21,7 +21,6 @@ PAYS_FROM = 2000  # steps of a run
 GRAPHS = "reduce-overhead"  # torch's mode that replays a pass as CUDA graphs
 MODES = {"on": "default", "graphs": GRAPHS}
 CALLS = {"default": 1, GRAPHS: 3}  # until everything is compiled, warmed up and captured
-_OUT_OF_MEMORY = "out of memory"
 
 
 def choose_mode(
@@ -112,7 +111,7 @@ class Compilation:
         for buffer, value in zip(whole.buffers(), buffers, strict=True):
             buffer.copy_(value)
         if problem and self._settings.compile != "auto":
-            hint = "use --compile off" + (", or a smaller --batch" if _OUT_OF_MEMORY in problem else "")
+            hint = "use --compile off" + (", or a smaller --batch" if OUT_OF_MEMORY in problem else "")
             raise TrainerError(f"--compile {self._settings.compile}: {problem}", hint)
         if problem:
             self.mode = ""
@@ -137,7 +136,7 @@ class Compilation:
         except Exception as error:  # a compiler can raise anything
             problem = f"{type(error).__name__}: {_first_line(error)}"
             if isinstance(error, (RuntimeError, MemoryError)) and is_out_of_memory(error):
-                problem = f"{_OUT_OF_MEMORY}, of which graphs need more than eager mode"
+                problem = f"{OUT_OF_MEMORY}, of which graphs need more than eager mode"
         problem = next(filter(None, comm.all_gather(problem)), "")  # before the collectives of the backward pass
         if not problem and comm.is_distributed():
             loss.backward()  # type: ignore[no-untyped-call]

@@ -7,9 +7,10 @@ import resource
 
 import torch
 
+OUT_OF_MEMORY = "out of memory"  # how messages of it begin
 HINT = "use a smaller --batch, --imgsz or --cfg, or --precision bf16"
 # The last is from CUDA's libraries.
-_MESSAGES = ("can't allocate memory", "not enough memory", "out of memory", "status_alloc_failed")
+_MESSAGES = ("can't allocate memory", "not enough memory", OUT_OF_MEMORY, "status_alloc_failed")
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's malloc.h
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.data.batch import FILL
 from trainer.data.dataset import Image
-from trainer.data.loading.torchvision_loaders import GREY, Fit, val_transform
+from trainer.data.loading.torchvision_loaders import Fit, val_transform
 from trainer.detectors import Limits
 from trainer.errors import TrainerError
 from trainer.inference.predictors import Prediction, Predictor, drawn_scale
@@ -99,7 +100,7 @@ class MaskPredictor(_TorchvisionPredictor):
         """Find the class of each pixel; the image is scaled and padded as in the validation of a training."""
         small = Fit(imgsz)(torch.from_numpy(frame.image).permute(2, 0, 1))
         height, width = small.shape[1:]
-        square = torch.full((3, imgsz, imgsz), GREY, dtype=torch.uint8)
+        square = torch.full((3, imgsz, imgsz), FILL, dtype=torch.uint8)
         square[:, :height, :width] = small
         mask = _enlarged(self._logits(square)[:, :height, :width].numpy(), frame.image.shape[:2])
         pixels = np.bincount(mask.ravel(), minlength=len(self.names))

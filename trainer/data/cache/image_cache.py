@@ -120,11 +120,6 @@ class CachedImages:
                     raise TrainerError(what, "use --cache auto or disk") from None
         return image
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the cache has all images."""
-        return bool(self._shapes.all())
-
 
 def _offset(layout: Layout, index: int) -> int:
     """Return the position of an image in the file, behind the table of shapes; for -1 the end of the file."""

@@ -10,6 +10,8 @@ from typing import Any
 from trainer.config import yaml_file
 from trainer.config.faults import BadData, Fault
 
+SPLITS = ("train", "val")  # that training needs
+
 # Roboflow's exports contain the key `roboflow`, and datasets of poses the last three.
 _KEYS: tuple[str, ...] = ("path", "train", "val", "test", "nc", "names", "extra_columns", "download", "sha256")
 _KEYS += ("roboflow", "kpt_shape", "kpt_names", "flip_idx")

@@ -13,13 +13,11 @@ from typing import Any
 
 from trainer.config.faults import BadData
 from trainer.data.formats import archive as archives
-from trainer.data.formats.data_yaml import Content, load_data_yaml, source_candidates
+from trainer.data.formats.data_yaml import SPLITS, Content, load_data_yaml, source_candidates
 from trainer.data.progress import track
 from trainer.distributed.machine_lock import one_per_machine
 from trainer.errors import TrainerError
 from trainer.weights.download import check_sha256, fetch
-
-_SPLITS = ("train", "val")
 
 
 def fetch_missing(data_yaml: str) -> bool:
@@ -39,7 +37,7 @@ def fetch_missing(data_yaml: str) -> bool:
 
 
 def _entries(content: Content) -> list[str]:
-    return [entry for split in _SPLITS for entry in content.entries(split) if isinstance(entry, str)]
+    return [entry for split in SPLITS for entry in content.entries(split) if isinstance(entry, str)]
 
 
 def _holds(root: Path, entries: list[str]) -> bool:

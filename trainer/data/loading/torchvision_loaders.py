@@ -10,11 +10,10 @@ from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
 from trainer.config import IGNORED, Hyp
-from trainer.data.batch import TrainBatch, empty_images
+from trainer.data.batch import FILL, TrainBatch, empty_images
 from trainer.data.loading.batch_sampler import MIX, BatchSpec
 from trainer.data.loading.dataloader import Collate, seeded_rng
 
-GREY = 114  # around an image
 RANDAUGMENT_OPERATIONS = 2
 _PADDED_UP_TO = 64  # px: up to this side, crops are taken from a padded image; above, from RandomResizedCrop
 _DECODE_FACTOR = 2  # times the side: most crops of RandomResizedCrop are then not enlarged
@@ -68,7 +67,7 @@ def train_transform(imgsz: int, hyp: Hyp) -> v2.Compose:
         steps += [v2.Resize((imgsz, imgsz), antialias=True), v2.RandomCrop(imgsz, padding=padding)]
     steps += _flips(hyp)
     if hyp.randaugment:
-        how = {"interpolation": InterpolationMode.BILINEAR, "fill": [GREY] * 3}
+        how = {"interpolation": InterpolationMode.BILINEAR, "fill": [FILL] * 3}
         steps.append(v2.RandAugment(RANDAUGMENT_OPERATIONS, int(hyp.randaugment), **how))
     return v2.Compose(steps)
 
@@ -166,7 +165,7 @@ def mask_transform(imgsz: int, hyp: Hyp) -> v2.Compose:
 
     The longer side becomes `imgsz` times 1 +- hyp.scale. The result is cropped or padded, then flipped.
     """
-    fill = {tv_tensors.Image: GREY, tv_tensors.Mask: IGNORED}
+    fill = {tv_tensors.Image: FILL, tv_tensors.Mask: IGNORED}
     scale = _ScaleJitter((imgsz, imgsz), (1 - hyp.scale, 1 + hyp.scale), antialias=True)
     return v2.Compose([scale, v2.RandomCrop(imgsz, pad_if_needed=True, fill=fill), *_flips(hyp)])
 
@@ -185,7 +184,7 @@ class SegmentationCollate(Collate[SegmentationBatch]):
     def collate(self, spec: BatchSpec) -> SegmentationBatch:
         """Return the transformed images and masks."""
         ids = spec.ids.tolist()
-        images = empty_images((len(ids), self._side, self._side, 3)).fill_(GREY)
+        images = empty_images((len(ids), self._side, self._side, 3)).fill_(FILL)
         masks = empty_images((len(ids), self._side, self._side)).fill_(IGNORED)
         for k, index in enumerate(ids):
             image = tv_tensors.Image(torch.from_numpy(self.dataset.image(index)).permute(2, 0, 1))
