@@ -60,14 +60,17 @@ class Detection(Task):
 
     def _check_family(self, cfg: Mapping[str, Any]) -> None:
         """Raise TrainerError if --cfg does not name the family of the weights: its preset needs it."""
-        s, family = self._settings, next((name for name in named_families() if name in cfg), "")
-        if family and family_of(s.cfg)[0] != family:
-            model = cfg[family] if isinstance(cfg[family], str) else "..."
-            name = f"{family}{':' if family == 'torchvision' else '-'}{model}"
-            what = f"--weights {s.weights}: of {family}, and " + (
-                f"--cfg is {s.cfg}" if s.cfg else "--cfg is not given"
-            )
-            raise TrainerError(what, f"add --cfg {name}, which has the defaults for training it")
+        s = self._settings
+        family = next((name for name in named_families() if name in cfg), "")
+        if not family or family_of(s.cfg)[0] == family:
+            return
+        model = cfg[family] if isinstance(cfg[family], str) else "..."
+        mark = ":" if family == "torchvision" else "-"
+        given = f"--cfg is {s.cfg}" if s.cfg else "--cfg is not given"
+        raise TrainerError(
+            f"--weights {s.weights}: of {family}, and {given}",
+            f"add --cfg {family}{mark}{model}, which has the defaults for training it",
+        )
 
     def _read_cfg(self) -> ModelCfg:
         """Return the model of --cfg, else of the weights; of a resumed run whose --cfg is gone, its checkpoint's."""
@@ -87,18 +90,31 @@ class Detection(Task):
         s = self._settings
         self._parts = build(self.cfg, nc=len(self.names), where=self._where, hyp=s.hyp, imgsz=s.imgsz)
         self._parts.check(s, self._where)
-        model, self.terms = self._parts.model, self._parts.criterion.terms
-        self.stride, self.least_side = self._parts.stride, self._parts.least_side
-        self.can_compile, self.backbone = self._parts.can_compile, self._parts.backbone
+        model = self._parts.model
+        self.terms = self._parts.criterion.terms
+        self.stride = self._parts.stride
         self.norm_stride = self._parts.norm_stride
+        self.least_side = self._parts.least_side
+        self.can_compile = self._parts.can_compile
+        self.backbone = self._parts.backbone
         if self._weights:
-            taken, kept = self._weights["ema"], other_anchors(model, self._weights["ema"]) if s.cfg else ()
-            fit, of = checkpoint_file.transfer(model, {k: v for k, v in taken.items() if k not in kept}, s.weights)
-            anchors = f"; the anchors are taken from {self._where}" if kept else ""
-            before, now = len(self._weights["names"]), len(self.names)
-            head = f"; a new head for {now} classes instead of {before}" if before != now else ""
-            say(f"weights from {s.weights}: {fit}/{of} tensors{anchors}{head}")
+            say(self._transfer(model, self._weights))
         return model
+
+    def _transfer(self, model: nn.Module, weights: Mapping[str, Any]) -> str:
+        """Copy the matching tensors of --weights into the model, and return a message for the user."""
+        s = self._settings
+        state: Mapping[str, Tensor] = weights["ema"]
+        kept = other_anchors(model, state) if s.cfg else []
+        taken = {name: tensor for name, tensor in state.items() if name not in kept}
+        fit, of = checkpoint_file.transfer(model, taken, s.weights)
+        message = f"weights from {s.weights}: {fit}/{of} tensors"
+        if kept:
+            message += f"; the anchors are taken from {self._where}"
+        before, now = len(weights["names"]), len(self.names)
+        if before != now:
+            message += f"; a new head for {now} classes instead of {before}"
+        return message
 
     def fit(self, model: Any) -> str:
         """Fit the model to the boxes of the data, if its family does that."""
