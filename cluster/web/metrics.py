@@ -62,13 +62,8 @@ class _Jobs(Collector):
         for each in self._jobs:
             job, plan = each.record.plan.job_id, each.record.plan
             state(job, plan.backend, each.status.state)
-            if each.status.since is not None:
-                gauge(
-                    "job_state_since_seconds",
-                    "Unix time since which the job has its state.",
-                    each.status.since,
-                    job=job,
-                )
+            if (since := each.status.since) is not None:
+                gauge("job_state_since_seconds", "Unix time since which the job has its state.", since, job=job)
             if each.status.last_state:
                 text = "1 for the state in which an unreachable job was seen last."
                 gauge("job_last_state", text, 1, job=job, state=each.status.last_state)
