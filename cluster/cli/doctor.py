@@ -34,7 +34,9 @@ def doctor(
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
     skip: Annotated[
         list[str],
-        typer.Option(metavar="CHECK", help="Skip a check, by the name in the second column: --skip link. Repeatable."),
+        typer.Option(
+            metavar="CHECK", help="Name of a check to skip, as in the second column: --skip link. Repeatable."
+        ),
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
     nodes: Annotated[
         int | None, option(min=1, metavar="N", help="Slurm: nodes to check in one job.  [default: 2]")

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 def gc(
     *,
     job: Annotated[
-        str, option("--job", help="Remove what this job, by its name or launch ID, started, even while it runs.")
+        str,
+        option(
+            "--job", metavar="NAME", help="Remove what this job, by its name or launch ID, started, even while it runs."
+        ),
     ] = "",
     yes: Annotated[bool, flag("Remove without asking.", "--yes", "-y")] = False,
     inventory: NodeOptions,

@@ -330,8 +330,8 @@ def serve(
 ) -> None:
     """Show all jobs in a browser, live and read-only.
 
-    The printed URL contains a token, which a browser needs once, because every user of this machine can reach
-    localhost. Prometheus needs it as its bearer token. It is a new one at each start, unless CLUSTERCTL_TOKEN is set.
+    The printed URL contains a token, because every user of this machine can reach localhost. A browser sends it once,
+    and Prometheus as its bearer token. Each start makes a new token, unless CLUSTERCTL_TOKEN is set.
     Ctrl-C stops the server. To open the page on another machine: ssh -L 8265:localhost:8265 THIS-MACHINE. With another
     --host, the connection is not encrypted.
     """

@@ -272,7 +272,7 @@ def plan(
     schema: Annotated[bool, options.flag("Print the JSON Schema of job files, for editors.", "--schema")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Print the files and commands of a launch, node by node, without launching anything."""
+    """Print the files and commands of a launch without launching anything."""
     if agent:
         _write_agent(output)
         return

@@ -57,7 +57,7 @@ class BackendOptions:
         option(
             "--time",
             metavar="H:MM:SS",
-            help="Time limit. A checkpoint is written --grace before it.",
+            help="Time limit. A job writes a checkpoint --grace before it.",
             rich_help_panel=_SLURM,
         ),
         SOME_BACKENDS,
@@ -137,7 +137,7 @@ class _JobOptions:
             "--gpus",
             "-g",
             metavar="N",
-            help="GPUs per node; each gets one process.\n\n"
+            help="GPUs per node; each gets one process. With --device cpu, the number of processes per node.\n\n"
             "2,1 gives the first node two and the second one. all uses every GPU of each machine.",
         ),
         job_key.gpus(),
@@ -342,7 +342,7 @@ class ArrayOptions:
         str,
         option(
             metavar="FILE",
-            help="Submit one job per line of FILE, which is appended to the arguments or the command.",
+            help="Submit one job per line of FILE. Each line is appended to the arguments or the command.",
             rich_help_panel=_SLURM,
         ),
     ] = ""

@@ -86,8 +86,9 @@ class WorkersSettings(BenchSettings):
 
 @bench.callback()
 def join_job(context: typer.Context) -> None:
-    """Measure the speed-up by GPUs, batch sizes, workers and strategies on your data, model and machines.
+    """Measure speed-up by GPUs, batch sizes, workers and strategies.
 
+    It uses your data, model and machines.
     Under clusterctl launch or torchrun, it measures on the job's ranks: --ranks 2,4,8.
     """
     from trainer import contract

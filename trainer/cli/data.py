@@ -23,10 +23,11 @@ Decode = Annotated[bool, typer.Option("--decode/--headers", help="Decode all ima
 
 @data.command()
 def check(data_yaml: DataYaml, decode: Decode = True, as_json: AsJson = False) -> None:
-    """Print each fault of the splits train and val with file and line, and a table of the classes.
+    """Print the faults of a dataset with file and line, and its classes.
 
-    trainer train finds the same, except for images that are in both splits. The exit code is 2 if the dataset has a
-    fault. Warnings, such as the same box twice or an image without a label file, do not change it.
+    It checks the splits train and val. trainer train finds the same, except for images that are in both splits. The
+    exit code is 2 if the dataset has a fault. Warnings, such as the same box twice or an image without a label file, do
+    not change it.
     """
     from trainer.data.check import check as examine
 
@@ -53,10 +54,10 @@ def check(data_yaml: DataYaml, decode: Decode = True, as_json: AsJson = False) -
 
 @data.command()
 def download(data_yaml: DataYaml) -> None:
-    """Download and unpack the archive that data.yaml names under download, if images are missing.
+    """Download the archive that data.yaml names if images are missing.
 
-    trainer train does the same. The archive is a .zip, .tar or .tar.gz; sha256 in data.yaml is checked. Nothing in the
-    archive is executed.
+    The archive, named under download, is unpacked. trainer train does the same. The archive is a .zip, .tar or .tar.gz;
+    sha256 in data.yaml is checked. Nothing in the archive is executed.
     """
     from trainer.data.formats.fetch import fetch_missing
     from trainer.data.formats.yolo import read_split
@@ -112,7 +113,7 @@ def coco(
     copy: Copy = False,
     allow_bad_labels: AllowBadLabels = False,
 ) -> None:
-    """Convert COCO annotations: outlines become polygons, category ids become 0, 1, ...
+    """Convert COCO annotations: outlines become polygons, category ids become 0 to N-1
 
     Crowds are omitted, and so is a category without boxes that is only the parent of others.
     """

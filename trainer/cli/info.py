@@ -20,10 +20,11 @@ def info(
     imgsz: Annotated[int, typer.Option("--imgsz", "--img", help="Side of the image in pixels, for the GFLOPs.")] = 640,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print a detector's layers with parameters, GFLOPs per image and bytes of gradients per step.
+    """Print a detector's layers, parameters, GFLOPs and gradient bytes.
 
-    GFLOPs count the convolutions and matrix products of a forward pass; a multiply-add counts as two operations.
-    Models that are not model files are counted with 80 classes.
+    The gradients are what ranks exchange in each step. GFLOPs count, for an image, the convolutions and matrix products
+    of a forward pass; a multiply-add counts as two operations. Models that are not model files are counted with 80
+    classes.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode

@@ -22,9 +22,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON per i
 def predict(
     context: typer.Context, *, source: list[str] | None, more: list[str] | None, json: bool, **options: Any
 ) -> None:
-    """Detect objects, classify or segment images and videos, and draw the result into runs/predict.
+    """Draw what a model finds in images and videos into runs/predict.
 
-    The weights determine the task. Sources that cannot be read are printed on stderr; the exit code is then 1.
+    The weights determine the task: detection, classification or segmentation. Sources that cannot be read are printed
+    on stderr; the exit code is then 1.
     """
     from trainer.inference.predict import predict as run
 

@@ -24,14 +24,14 @@ def verify(
         str, typer.Option(help="cpu, or as many GPUs as the largest number of ranks, for example 0,1.")
     ] = "cpu",
     no_sync_bn: Annotated[
-        bool, typer.Option("--no-sync-bn", help="Compute batch norm per rank, to show the difference to --sync-bn.")
+        bool, typer.Option("--no-sync-bn", help="Compute batch norm per rank, to show the difference from --sync-bn.")
     ] = False,
     precision: Annotated[
-        str, typer.Option(help="float64, or fp32, where rounding makes later steps incomparable: use --steps 1.")
+        str, typer.Option(help="float64 or fp32. With fp32, use --steps 1: rounding makes later steps differ.")
     ] = "float64",
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Largest relative difference. [default: 1e-4, with fp32 1e-2]", show_default=False),
+        typer.Option(help="Maximum relative difference. [default: 1e-4, with fp32 1e-2]", show_default=False),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the differences as JSON.")] = False,
 ) -> None:

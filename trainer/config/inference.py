@@ -46,9 +46,9 @@ class ValSettings(InferenceSettings):
     )
     split: str = option("val", "Split: train, val or test.", "--split", "--task", known=("train", "val", "test"))
     batch: int = option(32, "Images per batch and rank, at most 32.", "--batch", "--batch-size", least=1)
-    conf: float = option(0.001, "Lowest score of a box; higher values lower the mAP.", "--conf", "--conf-thres")
+    conf: float = option(0.001, "Minimum score of a box; higher values lower the mAP.", "--conf", "--conf-thres")
     iou: float = option(0.6, "IoU threshold of the non-maximum suppression, 0 to 1.", "--iou", "--iou-thres")
-    max_det: int = option(300, "Most boxes per image.")
+    max_det: int = option(300, "Maximum number of boxes per image.")
     workers: int | None = option(None, "Dataloader workers per rank. [default: 0 on a CPU, up to 8 on a GPU]", least=0)
     rect: bool = option(
         True,
@@ -61,18 +61,18 @@ class ValSettings(InferenceSettings):
     annotations: str = option("", "COCO's instances_*.json of the images: its boxes, areas and crowds replace labels.")
     save_json: bool = option(False, "Write predictions.json in COCO's results format.")
     plots: bool = option(True, "Draw the curves, the confusion matrix and some images.", "--plots/--no-plots")
-    name: str = option("val", "Name of the result folder; if it exists, name2, name3, ...")
+    name: str = option("val", "Name of the result folder. If it exists, a number is appended: NAME2, NAME3, ...")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictSettings(InferenceSettings):
     """Settings of `trainer predict`."""
 
-    conf: float = option(0.25, "Lowest score of a box.", "--conf", "--conf-thres")
+    conf: float = option(0.25, "Minimum score of a box.", "--conf", "--conf-thres")
     iou: float = option(0.45, "IoU threshold of the non-maximum suppression, 0 to 1.", "--iou", "--iou-thres")
-    max_det: int = option(1000, "Most boxes per image.")
+    max_det: int = option(1000, "Maximum number of boxes per image.")
     classes: str = option("", "Detect only these classes: cat,dog or 0,2 (or 0 2, as in YOLOv5). [default: all]")
     nosave: bool = option(False, "Draw nothing.")
     save_json: bool = option(False, "Write all predictions to predictions.json.")
     save_masks: bool = option(False, "Write masks/*.png of a segmentation model: the class of each pixel.")
-    name: str = option("predict", "Name of the result folder; if it exists, name2, name3, ...")
+    name: str = option("predict", "Name of the result folder. If it exists, a number is appended: NAME2, NAME3, ...")

@@ -151,7 +151,7 @@ class Settings:
     deterministic: bool = option(
         False,
         "Use only deterministic GPU algorithms, so that a resumed run equals an uninterrupted one. Slower. CPU runs "
-        "always are deterministic.",
+        "are always deterministic.",
         heading=SPEED,
     )
     compile: str = option(
@@ -234,7 +234,7 @@ class Settings:
     image_weights: bool = option(
         False, "Sample images of rare classes, and of classes with low scores, more often.", heading=IMAGES
     )
-    single_cls: bool = option(False, "Treat all classes as one class, item.", heading=IMAGES)
+    single_cls: bool = option(False, "Treat all classes as one, named `item`.", heading=IMAGES)
     allow_bad_labels: bool = option(
         False, "Skip and list invalid label rows and images instead of stopping with an error.", heading=IMAGES
     )
@@ -290,7 +290,7 @@ class Settings:
         metavar="SECONDS",
         heading=FAILURES,
     )
-    log_steps: bool = option(False, "Write the loss of each step to steps.csv, with all digits.", heading=LOGGING)
+    log_steps: bool = option(False, "Write the loss of each step to steps.csv, at full precision.", heading=LOGGING)
     track: str = option(
         "",
         "Log each epoch to mlflow, wandb or trackio; a resumed run is continued there. TensorBoard's file is always "
@@ -305,7 +305,9 @@ class Settings:
     project: str = option(
         "runs", "Folder of all runs.\n\nUnder clusterctl the job's folder is used instead.", metavar="DIR"
     )
-    name: str = option("train", "Name of the run's folder; if it exists, name2, name3, ...", metavar="NAME")
+    name: str = option(
+        "train", "Name of the run's folder. If it exists, a number is appended: NAME2, NAME3, ...", metavar="NAME"
+    )
     exist_ok: bool = option(False, "Write into the run's folder even if it exists.", heading=LOGGING)
 
     def __post_init__(self) -> None:

@@ -110,7 +110,7 @@ def slowest_rank(shares: Sequence[Mapping[str, float]]) -> int | None:
 
 
 def write_step(path: Path, names: Sequence[str], number: int, terms: Sequence[float]) -> None:
-    """Append the loss terms of global step `number` (from 1) to steps.csv, with all digits."""
+    """Append the loss terms of global step `number` (from 1) to steps.csv, at full precision."""
     is_new = not path.exists()
     with path.open("a", encoding="ascii", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
