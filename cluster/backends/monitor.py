@@ -1,4 +1,8 @@
-"""The monitor: polls machines, a thread for each, and decides that a node is lost (batch systems: batch/queued.py)."""
+"""The monitor: polls machines, a thread for each, and calls a silent node lost.
+
+How long a lost node may still return is decided in supervisor/job_state.py. Batch systems (batch/queued.py), Kubernetes
+(kubernetes/pods.py) and compose also call nodes lost of which their scheduler or engine has no container any more.
+"""
 
 import functools
 import threading

@@ -1,4 +1,4 @@
-"""Options of the commands, each declared once: a dataclass per group, an annotated type for a single one."""
+"""Options on the command line: those of a job are made from spec/request.py, and those of other commands are here."""
 
 import functools
 import inspect

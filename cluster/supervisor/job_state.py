@@ -1,4 +1,4 @@
-"""State of a job: which nodes have joined, whether the job still runs, and which node failed first."""
+"""State of a job: which nodes have joined or are lost for good, whether it still runs, and which node failed first."""
 
 from __future__ import annotations
 

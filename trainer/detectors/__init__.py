@@ -1,4 +1,4 @@
-"""Detector families: networks that find boxes, with their losses. A family is a file and a line in FAMILIES."""
+"""Detector families: networks that find boxes. One is a file here and a line in config/families.py."""
 
 import pkgutil
 from collections.abc import Callable

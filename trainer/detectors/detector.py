@@ -1,4 +1,4 @@
-"""Detector: finds the boxes in images, with a copy of a model on its device."""
+"""Inference of a detector: finds the boxes in images, with a copy of a model on its device."""
 
 import copy
 import time

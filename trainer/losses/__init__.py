@@ -1,4 +1,7 @@
-"""Losses whose value does not depend on the number of ranks."""
+"""Losses: a file each, made by a detector family's `build` or a task. Their value does not depend on the ranks' number.
+
+`Criterion` is what the trainer asks of a loss.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

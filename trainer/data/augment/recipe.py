@@ -1,4 +1,4 @@
-"""Augmentation of detection, as data: which images a training image shows and where, its colours, flips and labels.
+"""Augmentation of detection (mosaic, mixup, crops, flips, colours), as data: what a training image shows, and where.
 
 A recipe is a function of one random generator, and needs no pixel. A painter makes the image from it: OpenCV in a
 dataloader worker (paint.py), or a Triton kernel on the training device (device_painter.py).
