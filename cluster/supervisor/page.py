@@ -118,12 +118,22 @@ def write(record: JobRecord, view: JobView | None = None) -> Path:
 def render(record: JobRecord, view: JobView | None = None) -> str:
     """Return the page of a finished job, from its record, its last view and the files in its run directory."""
     plan = record.plan
-    logs = _LINES.join(_log(Path(plan.run_dir), f"attempt-{plan.attempt}/{node.name}.log") for node in plan.nodes)
+    wanted = _failed_first(record, view)
+    run_dir, folder = Path(plan.run_dir), f"attempt-{plan.attempt}"
+    logs = _LINES.join(_log(run_dir, f"{folder}/{node.name}.log", is_open=node.name == wanted) for node in plan.nodes)
     body = sections(record, Shown(record.outcome, record.outcome), view, record.ended_at)
     if logs.strip():
         body += Markup("\n<h2>Logs</h2>\n{}").format(logs)
     head = Markup("<style>{}</style>").format(STYLE)
     return str(document(f"{plan.job_id}: {record.outcome}", head, body))
+
+
+def _failed_first(record: JobRecord, view: JobView | None) -> str:
+    """Return the node whose log says why a job has failed, "" if it has not. Without a view, the first node."""
+    if record.outcome != "failed":
+        return ""
+    failed = failing(view) if view else []
+    return failed[0].name if failed else record.plan.nodes[0].name
 
 
 def document(title: str, head: Markup, body: Markup) -> Markup:
@@ -501,8 +511,8 @@ def _image(path: Path, is_live: bool) -> Markup:
     return Markup("<figure>{}<figcaption>{}</figcaption></figure>").format(image, path.name)
 
 
-def _log(run_dir: Path, name: str) -> Markup:
-    """Return the last lines of a log, and a link to the whole."""
+def _log(run_dir: Path, name: str, *, is_open: bool) -> Markup:
+    """Return the last lines of a log, which a reader sees at once or opens, and a link to the whole."""
     lines = _end(run_dir, name)
     if lines is None:
         return _NOTHING
@@ -511,8 +521,8 @@ def _log(run_dir: Path, name: str) -> Markup:
     if not shown:
         return Markup('<p><a href="{}">{}</a> has printed nothing</p>').format(link, node)
     summary = f"{node}: the last {len(shown)} lines"
-    text = Markup('<details><summary>{}</summary><pre>{}</pre><a href="{}">{}</a></details>')
-    return text.format(summary, "\n".join(shown), link, name)
+    text = Markup('<details{}><summary>{}</summary><pre>{}</pre><a href="{}">{}</a></details>')
+    return text.format(" open" if is_open else "", summary, "\n".join(shown), link, name)
 
 
 def _end(run_dir: str | Path, name: str) -> list[str] | None:

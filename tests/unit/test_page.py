@@ -107,6 +107,21 @@ def test_a_changed_table_of_results_is_read_again(record, tmp_path):
     assert "<polyline" not in page.render(record)
 
 
+@pytest.mark.parametrize(
+    ("outcome", "failed", "expected"), [("failed", "node-1", ["node-1"]), ("failed", "", ["node-0"]), ("done", "", [])]
+)
+def test_the_log_of_the_node_that_failed_first_is_open(record, tmp_path, outcome, failed, expected):
+    for node in ("node-0", "node-1"):
+        (tmp_path / "job" / "attempt-2" / f"{node}.log").write_text("a line\n")
+    view = None
+    if failed:
+        ends = [NodeStatus("node-0", "exited", 1, ended_at=1080.0), NodeStatus(failed, "exited", 1, ended_at=1070.0)]
+        view = job_state.fold(job_state.start(record.plan, 1032.0), ends, [], 1090.0)
+    text = page.render(replace(record, outcome=outcome), view)
+    assert re.findall(r"<details open><summary>(node-\d)", text) == expected
+    assert len(re.findall(r"<details( open)?><summary>node-", text)) == 2
+
+
 def test_only_the_end_of_a_log_is_in_the_page(record, tmp_path):
     path = tmp_path / "job" / "attempt-2" / "node-1.log"
     path.write_bytes(b"\xff\n" * 5 + b"".join(b"line %d\n" % number for number in range(100_000)))
