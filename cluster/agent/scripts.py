@@ -34,7 +34,8 @@ def command_after(folder: str, name: str, /, *words: str, **values: Value) -> li
     """
     files = ("agent/common.sh", "agent/own_folder.sh", f"{folder}/environment.sh", f"{folder}/common.sh")
     functions = [file for file in dict.fromkeys(files) if (_PACKAGE / file).exists()]
-    return ["bash", "-c", variables(**values) + text(*functions, f"{name}.sh"), name, *words]
+    own_name = name.rpartition("/")[2]  # $0, which errors of bash begin with
+    return ["bash", "-c", variables(**values) + text(*functions, f"{name}.sh"), own_name, *words]
 
 
 def prologue(lines: str, failed: str, own: Sequence[str] = (), log: str = "/dev/null") -> str:
