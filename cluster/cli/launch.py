@@ -39,7 +39,7 @@ _VARIABLE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 class _Prepared:
     """What `launch` and `plan` make of their options before they differ.
 
-    `options` are those of the job file and the command line together. `jobs` are one, or those of an array. `in_file`
+    `options` are merged from the job file and the command line. `jobs` are one, or those of an array. `in_file`
     are the secrets of --env-file, and `notes` are for the user.
     """
 

@@ -1,4 +1,4 @@
-"""Options on the command line: those of a job are made from spec/request.py, and those of other commands are here."""
+"""Options on the command line: a job's are declared in spec/request.py, those that other commands share are here."""
 
 import functools
 import inspect

@@ -10,7 +10,7 @@ from cluster.spec.here import Here
 from cluster.spec.mount import Mount
 from cluster.spec.paths import absolute
 
-#: The options of a dataset: the trainer's, and that of `yolo`.
+#: The dataset's option, in the trainer and in `yolo`.
 _DATA = ("--data", "data=")
 
 

@@ -9,7 +9,7 @@ from cluster.supervisor.job_state import JobView
 
 
 class Display:
-    """Draws nothing. The displays of jobs derive from it."""
+    """No-op base class for job displays."""
 
     def begin(self, plan: Plan) -> None:
         """Prepare for a new attempt."""

@@ -213,7 +213,7 @@ def preset_for(data: str, task: str = "detect", cfg: str = "") -> Preset:
 
 
 def family_presets(family: str) -> dict[str, Preset]:
-    """Return the presets of a detector family by data set; without its own, it has those of torchvision's detectors."""
+    """Return a detector family's presets by data set, or else those of torchvision's detectors."""
     return FAMILY_PRESETS.get(family, FAMILY_PRESETS["torchvision"])
 
 

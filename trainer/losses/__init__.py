@@ -41,7 +41,7 @@ class Criterion(nn.Module, ABC):
     def forward(self, outputs: Outputs, targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
         """Return this rank's sums (t, d) float32 with gradients, and its counts (d,) float64.
 
-        `size` is that of the images that the outputs are of, for a loss in pixels.
+        `size` is the images' height and width, for a loss in pixels.
 
         The loss is the sum over t of `gains[t] * sum over d of sums[t, d] / divisors[d]`, where `divisors` makes the
         divisors from the counts of all ranks.

@@ -108,7 +108,7 @@ class BatchBackend(Backend):
         """Parse the queue's line of a job, as poll.sh prints it; None if it is empty."""
 
     def job_variables(self, job: Job) -> str:
-        """Return lines that set further variables of its own job.sh."""
+        """Return lines that set further variables for the backend's job.sh."""
         return ""
 
     def hurry(self, login: Machine, job: QueuedJob) -> None:

@@ -21,7 +21,7 @@ REQUEUED_AFTER = (ENDED_WITH_CHECKPOINT, ENDED_WITHOUT_CODE)
 class QueuedJob:
     """A job in the queue, or one that has left it.
 
-    `state` is the queue's word. `phase` is that of the nodes: `pending` in the queue, `starting` once it runs, `exited`
+    `state` is the queue's word. `phase` is the nodes' phase: `pending` in the queue, `starting` once it runs, `exited`
     with `exit_code` if its script has ended, and `lost` if the batch system ended it. `detail` says why it waits or has
     ended. `requeues` counts how often the batch system has put it back into the queue. `is_shared`: its nodes share the
     run directory, as far as its end tells.

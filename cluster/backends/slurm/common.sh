@@ -27,7 +27,7 @@ queued() {
     sort -u <<< "$numbers" | while read -r number; do ! has_launch "$1" "$number" < /dev/null || echo "$number"; done
 }
 
-# Prints the numbers of those of the jobs $1 (1,2,...) that squeue lists with the further options. squeue fails for a number
+# Prints which of the jobs $1 (1,2,...) squeue lists with the further options. squeue fails for a number
 # that it has forgotten.
 listed() {
     local numbers=$1
