@@ -134,6 +134,19 @@ def test_the_first_failure_is_named(ends):
     assert failing(view)[0].name == "node-1"
 
 
+KNOWN = {"exit_code": 3, "ended_at": 50.0, "failure": Failure("x", 0), "where": "on n1", "is_final": True}
+KNOWN |= {"is_cancelled": True, "lost": "2 lines: full"}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_known_of_an_ended_node_stays_when_a_later_poll_knows_less(name):
+    """As after a queue has forgotten the job."""
+    first, ended = NodeStatus("node-0", "ready"), NodeStatus("node-1", "exited")
+    view = fold(job_state.start(PLAN, 0.0), [first, replace(ended, **{name: KNOWN[name]})], [], 60.0)
+    view = fold(view, [first, ended], [], 61.0)
+    assert getattr(view.nodes[1].status, name) == KNOWN[name]
+
+
 def test_a_job_is_done_when_all_nodes_exited_with_0():
     view = job_state.start(PLAN, 0.0)
     view = fold(view, [NodeStatus("node-0", "exited", 0, ended_at=1.0), *running()[1:]], [], 2.0)
