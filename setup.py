@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent
 # [text](path) and ![text](path), but neither addresses nor anchors; fenced blocks and code in backticks are skipped.
 LINK = re.compile(
-    r"(?P<code>^```.*?^```|`[^`\n]+`)|(?P<image>!?)\[(?P<text>[^]]*)\]\((?!\w+:|#)(?P<path>[^)]+)\)", re.M | re.S
+    r"(?P<code>^```.*?^```|`[^`\n]+`)|(?P<image>!?)\[(?P<text>[^]]*)\]\((?!\w+:|#)(?P<path>[^)]+)\)",
+    re.M | re.S,
 )
 
 

@@ -47,7 +47,8 @@ from trainer.models.precision import as_input
 
 ROOT = Path(__file__).resolve().parents[1]
 CFG = "dfine-n"
-OURS, THEIRS = "trainer", "Trainer of transformers"
+OURS = "trainer"
+THEIRS = "Trainer of transformers"
 STEPS = 20  # of `loss`
 LR = 1e-4  # of `loss`
 # What `loss` trains with: the library's Trainer has one learning rate, and no warm-up by default.
@@ -183,22 +184,37 @@ def speed(arguments: argparse.Namespace, folder: Path) -> None:
     count = len((folder / "train.txt").read_text().splitlines())
     sizes = [arguments.imgsz, arguments.batch, arguments.epochs]
     kinds = arguments.precision.split(",")
-    found: dict[tuple[str, str], list[list[float]]] = {(who, kind): [] for kind in kinds for who in (THEIRS, OURS)}
+    found: dict[tuple[str, str], list[list[float]]] = {
+        (who, kind): [] for kind in kinds for who in (THEIRS, OURS)
+    }
     for number, (who, kind) in itertools.product(range(arguments.rounds), found):
         if who == THEIRS:
             words = [folder / "photos.json", folder / "snapshot", folder / "peer", *sizes, kind]
             epochs = figures([arguments.peer_python, "-c", PEER, *words], folder, arguments.threads)
         else:
             command = [sys.executable, "-m", "trainer", "train", "--data", data, "--cfg", CFG, "--noval"]
-            command += ["--weights", folder / "snapshot", "--cache", "none", "--workers", 0, "--device", "cpu"]
+            command += [
+                "--weights",
+                folder / "snapshot",
+                "--cache",
+                "none",
+                "--workers",
+                0,
+                "--device",
+                "cpu",
+            ]
             command += ["--callback", "families:Clock", "--project", folder / "runs", "--precision", kind]
             command += ["--imgsz", arguments.imgsz, "--batch", arguments.batch, "--epochs", arguments.epochs]
             epochs = figures(command, folder, arguments.threads)
         rate, cpu = (statistics.median(values) for values in zip(*epochs[1:], strict=True))
         found[who, kind].append([rate, cpu / count])
-        print(f"round {number + 1}: {who}, {kind}: {rate:.2f} images/s, {cpu / count:.3f} CPU s", file=sys.stderr)
+        print(
+            f"round {number + 1}: {who}, {kind}: {rate:.2f} images/s, {cpu / count:.3f} CPU s",
+            file=sys.stderr,
+        )
     print(
-        f"{cpu_name()}, {arguments.threads} threads, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}: ", end=""
+        f"{cpu_name()}, {arguments.threads} threads, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}: ",
+        end="",
     )
     print(f"{CFG}, {arguments.imgsz} px, batch {arguments.batch}, {count} images from JPEG, no workers\n")
     rows = []
@@ -210,7 +226,13 @@ def speed(arguments: argparse.Namespace, folder: Path) -> None:
             [f"{theirs[1] / mine[1]:.2f}" for mine, theirs in zip(rounds, base, strict=True)],
         ]
         rows.append(
-            [f"{who}, {kind}", f"{medians[0]:.1f}", "  ".join(ratios[0]), f"{medians[1]:.3f}", "  ".join(ratios[1])]
+            [
+                f"{who}, {kind}",
+                f"{medians[0]:.1f}",
+                "  ".join(ratios[0]),
+                f"{medians[1]:.3f}",
+                "  ".join(ratios[1]),
+            ]
         )
     head = ["contender", "images/s", "ratio by round", "CPU s per image", "peer's / own, by round"]
     print(markdown(head, rows, left=1))
@@ -230,14 +252,25 @@ def loss(arguments: argparse.Namespace, folder: Path) -> None:
         "--hyp",
         str(folder / "hyp.yaml"),
     ]
-    words += ["--imgsz", str(arguments.imgsz), "--batch", str(arguments.batch), "--precision", "fp32", "--workers", "0"]
+    words += [
+        "--imgsz",
+        str(arguments.imgsz),
+        "--batch",
+        str(arguments.batch),
+        "--precision",
+        "fp32",
+        "--workers",
+        "0",
+    ]
     torch.set_num_threads(arguments.threads)
-    world, device = comm.world_of({}), torch.device("cpu")
+    world = comm.world_of({})
+    device = torch.device("cpu")
     run = Trainer(settings_of([*words, "--noval"], "cpu"), world, device, Events({}))
     comm.join(world, device)
     run.start()
     run.local_model.train()
-    ours, batches = [], []
+    ours = []
+    batches = []
     for batch in itertools.islice(steps_of(run), STEPS):
         labels = labels_of(batch.targets["labels"], len(batch.images))
         batches.append({"pixel_values": as_input(batch.images).contiguous(), "labels": labels})
@@ -251,7 +284,9 @@ def loss(arguments: argparse.Namespace, folder: Path) -> None:
         str(LR),
         str(run.settings.seed),
     ]
-    theirs = [value for (value,) in figures([arguments.peer_python, "-c", SAME, *words], folder, arguments.threads)]
+    theirs = [
+        value for (value,) in figures([arguments.peer_python, "-c", SAME, *words], folder, arguments.threads)
+    ]
     rows = [
         [str(k), f"{a:.4f}", f"{b:.4f}", f"{100 * (a / b - 1):+.3f} %"]
         for k, (a, b) in enumerate(zip(ours, theirs, strict=True), start=1)
@@ -262,15 +297,21 @@ def loss(arguments: argparse.Namespace, folder: Path) -> None:
 
 def main() -> None:
     """Run `speed` or `loss`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", nargs="?", choices=("speed", "loss"), default="speed")
     parser.add_argument("--data", required=True, help="a data.yaml")
-    parser.add_argument("--peer-python", required=True, help="the interpreter of an environment with accelerate")
+    parser.add_argument(
+        "--peer-python", required=True, help="the interpreter of an environment with accelerate"
+    )
     parser.add_argument("--imgsz", type=int, default=320)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--images", type=int, default=96, help="of an epoch")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="1 where other work would make them wait")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="1 where other work would make them wait"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", default="fp32,bf16", help="fp32, bf16 or both")
     arguments = parser.parse_args()

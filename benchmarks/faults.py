@@ -103,7 +103,19 @@ class Job:
         self.environment = {**os.environ, "CLUSTERCTL_STATE_DIR": str(folder / "records")}
         self.call("sync", ".", check=True)
         self.output = self.log.open("w")
-        command = ["launch", "--name", JOB, "--nodes", "2", "--gpus", "1", "--spares", "1", "--max-restarts", "1000"]
+        command = [
+            "launch",
+            "--name",
+            JOB,
+            "--nodes",
+            "2",
+            "--gpus",
+            "1",
+            "--spares",
+            "1",
+            "--max-restarts",
+            "1000",
+        ]
         self.launcher = subprocess.Popen(
             [sys.executable, "-m", "cluster", *command, "--command", "program.py"],
             cwd=self.folder,
@@ -136,12 +148,15 @@ class Job:
 
 def main() -> None:
     """Run the job, inject the faults, print a table and the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--every", type=float, default=10, help="minutes between two faults")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    chance, bed = random.Random(arguments.seed), Testbed()
+    chance = random.Random(arguments.seed)
+    bed = Testbed()
     bed.fault("heal")
     for host in bed.addresses:
         bed.run(host, f"rm -rf /root/clusterctl/runs/{JOB}")
@@ -150,10 +165,12 @@ def main() -> None:
         while not job.steps():
             assert job.launcher.poll() is None, job.log.read_text()
             time.sleep(1)
-        began, injected = time.time(), []
+        began = time.time()
+        injected = []
         while (due := began + (len(injected) + 1) * 60 * arguments.every) < began + 60 * arguments.minutes:
             time.sleep(max(0.0, due - time.time()))
-            kind, host = chance.choice(list(FAULTS)), chance.choice(job.nodes())
+            kind = chance.choice(list(FAULTS))
+            host = chance.choice(job.nodes())
             before = job.steps()[-1][1]
             at = time.time()
             FAULTS[kind](bed, host)

@@ -32,11 +32,14 @@ def generate(folder: Path, images: int, width: int = 640, height: int = 480) -> 
 
 def _write(folder: Path, split: str, width: int, height: int, number: int) -> None:
     rng = np.random.default_rng([number, split == "train"])
-    image = cv2.resize(rng.integers(150, 256, (12, 16, 3), np.uint8), (width, height), interpolation=cv2.INTER_CUBIC)
+    image = cv2.resize(
+        rng.integers(150, 256, (12, 16, 3), np.uint8), (width, height), interpolation=cv2.INTER_CUBIC
+    )
     rows = []
     for cls in rng.choice(len(NAMES), rng.integers(5, 22), p=SHARES).tolist():
         w, h = rng.integers(*SIDES[cls], 2) * width // 640
-        x, y = rng.integers(w // 2, width - w // 2), rng.integers(h // 2, height - h // 2)
+        x = rng.integers(w // 2, width - w // 2)
+        y = rng.integers(h // 2, height - h // 2)
         axes = (int(w) // 2, int(h) // 2)
         cv2.ellipse(image, (int(x), int(y)), axes, 0, 0, 360, rng.integers(0, 200, 3).tolist(), -1)
         rows.append(f"{cls} {x / width:.5f} {y / height:.5f} {w / width:.5f} {h / height:.5f}\n")

@@ -41,7 +41,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as `trainer` sets it, before 
 NEEDED = ("torch", "torchvision", "numpy", "cv2", "yaml", "faster_coco_eval", "typer", "rich", "matplotlib")
 NEEDED += ("tensorboard", "PIL", "sklearn")
 if MISSING := [name for name in NEEDED if not importlib.util.find_spec(name)]:
-    sys.exit(f"missing packages: {', '.join(MISSING)}\nhint: python3 -m pip install -r requirements/trainer.txt")
+    sys.exit(
+        f"missing packages: {', '.join(MISSING)}\nhint: python3 -m pip install -r requirements/trainer.txt"
+    )
 
 import torch  # noqa: E402
 from generated import generate  # noqa: E402
@@ -93,7 +95,9 @@ class Plan:
         """Return the settings of a training of a network."""
         cfg = net if net.endswith(".yaml") else f"{net}.yaml"
         sizes = {"imgsz": self.imgsz, "batch": batch, "device": self.device}
-        made = Settings(data=self.data, cfg=cfg, hyp="low", noval=True, noautoanchor=True, **{**sizes, **more})
+        made = Settings(
+            data=self.data, cfg=cfg, hyp="low", noval=True, noautoanchor=True, **{**sizes, **more}
+        )
         return replace(made, hyp=replace(made.hyp, close_mosaic=0.0))  # mosaics in every epoch, as the peer's
 
 
@@ -162,8 +166,13 @@ def launches(run: Trainer, batch: Any, steps: int) -> Result:
             run.step(batch)
         synchronise(run)
     events = profiler.key_averages()
-    on_gpu = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
-    calls = {word: sum(e.count for e in events if word in e.key) for word in ("LaunchKernel", "GraphLaunch", "Async")}
+    on_gpu = [
+        e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation
+    ]
+    calls = {
+        word: sum(e.count for e in events if word in e.key)
+        for word in ("LaunchKernel", "GraphLaunch", "Async")
+    }
     return {
         "kernel_ms": sum(e.self_device_time_total for e in on_gpu) / 1e3 / steps,
         "launches": (calls["LaunchKernel"] + calls["GraphLaunch"]) / steps,
@@ -187,15 +196,18 @@ def paper_figures(settings: Settings, expected: dict[str, dict[str, int]]) -> Re
         events = [
             event
             for event in profiler.key_averages()
-            if event.device_type == torch.autograd.DeviceType.CUDA and not event.key.startswith(("Mem", "## "))
+            if event.device_type == torch.autograd.DeviceType.CUDA
+            and not event.key.startswith(("Mem", "## "))
         ]
-        found, kernel_ms = (
-            kinds_of({e.key: e.count for e in events}),
-            sum(e.self_device_time_total for e in events) / 1e3,
-        )
-    inside = {name: part for name, part in expected.items() if name != "painter"}  # which has painted this batch
+        found = kinds_of({e.key: e.count for e in events})
+        kernel_ms = sum(e.self_device_time_total for e in events) / 1e3
+    inside = {
+        name: part for name, part in expected.items() if name != "painter"
+    }  # which has painted this batch
     kinds = dict.fromkeys(kind for part in inside.values() for kind in part)
-    rows = {kind: [sum(part[kind] for part in inside.values()), found[kind] if found else None] for kind in kinds}
+    rows = {
+        kind: [sum(part[kind] for part in inside.values()), found[kind] if found else None] for kind in kinds
+    }
     return {"on paper, found": "", **rows, "kernel_ms": kernel_ms}
 
 
@@ -208,7 +220,9 @@ def kinds_of(counts: dict[str, int]) -> dict[str, int]:
             kind = "reduction"
         elif any(word in low for word in ("triton_poi", "elementwise", "multi_tensor", "catarray")):
             kind = "pointwise"
-        elif any(word in low for word in ("conv", "gemm", "xmma", "cutlass", "cudnn", "wgrad", "dgrad", "fprop")):
+        elif any(
+            word in low for word in ("conv", "gemm", "xmma", "cutlass", "cudnn", "wgrad", "dgrad", "fprop")
+        ):
             kind = "convolution, matmul"
         else:
             kind = "other"
@@ -244,7 +258,9 @@ def painter_figures(settings: Settings) -> Result:
     loader = run.train_loader
     painter = loader._painter
     if painter is None:
-        raise TrainerError(f"the dataloader workers paint: {'; '.join(loader.notes) or 'there is no painter'}")
+        raise TrainerError(
+            f"the dataloader workers paint: {'; '.join(loader.notes) or 'there is no painter'}"
+        )
     time_run(run, Effort(steps=2))  # fills the cache
     paintings: list[Any] = []
 
@@ -265,12 +281,22 @@ def train_figures(settings: Settings) -> Result:
         train(replace(settings, project=folder, name="run"))
         with (Path(folder) / "run" / "results.csv").open() as file:
             rates = [float(row["images_per_s"]) for row in csv.DictReader(file)]
-    return {"epochs": rates, "images_per_s": statistics.median(rates[1:]), "seconds": time.monotonic() - begin}
+    return {
+        "epochs": rates,
+        "images_per_s": statistics.median(rates[1:]),
+        "seconds": time.monotonic() - begin,
+    }
 
 
 def peer_figures(plan: Plan, model: str, batch: int) -> Result:
     """Train with the peer in a process of its own; return the images per second of each epoch."""
-    how = {"data": plan.data, "peer_python": plan.peer, "device": plan.device, "imgsz": plan.imgsz, "batch": batch}
+    how = {
+        "data": plan.data,
+        "peer_python": plan.peer,
+        "device": plan.device,
+        "imgsz": plan.imgsz,
+        "batch": batch,
+    }
     with tempfile.TemporaryDirectory() as folder:
         try:
             rates = peers(argparse.Namespace(**how, epochs=plan.epochs), model, Path(folder), timeout_s=90)
@@ -298,7 +324,9 @@ def pieces(plan: Plan, done: Done) -> Iterator[Piece]:
 
     def painter(batch: int) -> Piece:
         options = {"compile": "off"} if plan.on_gpu else {"compile": "off", "augment_on": "device"}
-        return Piece(f"painter, batch {batch}", partial(painter_figures, plan.settings(first, batch, **options)))
+        return Piece(
+            f"painter, batch {batch}", partial(painter_figures, plan.settings(first, batch, **options))
+        )
 
     def training(net: str, number: int) -> Piece:
         mode = "graphs" if plan.on_gpu else "off"
@@ -308,7 +336,9 @@ def pieces(plan: Plan, done: Done) -> Iterator[Piece]:
 
     paper = json.loads(Path(__file__).with_name("on_paper.json").read_text())
     name = f"{Path(first).stem}, batch {small}"
-    expected = paper.get(name if plan.on_gpu else "yolov5n, batch 16", {})  # a rehearsal compares with another network
+    expected = paper.get(
+        name if plan.on_gpu else "yolov5n, batch 16", {}
+    )  # a rehearsal compares with another network
     settings = plan.settings(first, small, compile=modes[0])
     yield Piece(f"on paper: {name}", partial(paper_figures, settings, expected), COMPILED_LIMIT_S)
     yield step(first, small, "off")
@@ -333,7 +363,9 @@ def pieces(plan: Plan, done: Done) -> Iterator[Piece]:
         yield from (step(net, batch, "off") for batch in plan.batches)
     for net in plan.nets:
         if plan.on_gpu or net == first:
-            yield Piece(step_name(net, "largest", "off"), partial(largest_step, plan, net, done, "off"), 2 * LIMIT_S)
+            yield Piece(
+                step_name(net, "largest", "off"), partial(largest_step, plan, net, done, "off"), 2 * LIMIT_S
+            )
     if plan.on_gpu:
         yield step(first, small, "on")
         for net in others:
@@ -387,22 +419,30 @@ def attempt(piece: Piece, log: Path, left_s: float) -> Result:
 
 def speed(done: Done, word: str) -> float | None:
     """Return the median images per second of the pieces whose name has a word; None if there are none."""
-    found = [result["images_per_s"] for name, result in done.items() if word in name and "images_per_s" in result]
+    found = [
+        result["images_per_s"] for name, result in done.items() if word in name and "images_per_s" in result
+    ]
     return statistics.median(found) if found else None
 
 
 def ratio(done: Done, word: str) -> float | None:
     """Return how many times as fast as the peer the trainings with a word in their name were."""
-    own, peer = speed(done, word), speed(done, "ultralytics")
+    own = speed(done, word)
+    peer = speed(done, "ultralytics")
     return own / peer if own and peer else None
 
 
 def goals(done: Done) -> str:
     """Return the goals beside what was measured, as a table."""
-    on_16, painted = done.get(step_name("yolov5n", 16, "graphs"), {}), done.get("painter, batch 64", {})
+    on_16 = done.get(step_name("yolov5n", 16, "graphs"), {})
+    painted = done.get("painter, batch 64", {})
     rows: list[tuple[str, str, float | None]] = [
         ("yolov5n, resident images, batch 16", "1,700 images/s", on_16.get("images_per_s")),
-        ("yolov5n, resident images, batch 64", "2,800 images/s", speed(done, step_name("yolov5n", 64, "graphs"))),
+        (
+            "yolov5n, resident images, batch 64",
+            "2,800 images/s",
+            speed(done, step_name("yolov5n", 64, "graphs")),
+        ),
         ("yolov5n from JPEG, epoch 2 and later, batch 16", "1,600 images/s", speed(done, "train yolov5n,")),
         ("yolov5nu: times ultralytics yolov5nu", "3.5", ratio(done, "train yolov5nu,")),
         ("yolov5n: times ultralytics yolov5nu", "5", ratio(done, "train yolov5n,")),
@@ -423,7 +463,12 @@ def shown(value: Any) -> str:
 
 
 COLUMNS = {"images_per_s": "images/s", "step_images_per_s": "one batch, images/s", "host_ms": "host, ms"}
-COLUMNS |= {"kernel_ms": "kernels, ms", "launches": "launches", "copies": "copies", "first_step_s": "first step, s"}
+COLUMNS |= {
+    "kernel_ms": "kernels, ms",
+    "launches": "launches",
+    "copies": "copies",
+    "first_step_s": "first step, s",
+}
 COLUMNS |= {"gib": "GiB", "waiting": "waiting for data, %"}
 
 
@@ -433,9 +478,14 @@ def report(plan: Plan, done: Done, left: int) -> str:
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda if plan.on_gpu else 'none'}"
     where = f"{machine}, {comm.usable_cores()} cores, {versions}, Python {platform.python_version()}"
     lines = [f"{where}, {time.strftime('%Y-%m-%d')}, {plan.imgsz} px, {plan.data}", "", goals(done), ""]
-    steps = {name: result for name, result in done.items() if "host_ms" in result and "first_step_s" in result}
+    steps = {
+        name: result for name, result in done.items() if "host_ms" in result and "first_step_s" in result
+    }
     cells = [
-        (f"{name} ({result['batch']})" if "batch" in result else name, *(shown(result[key]) for key in COLUMNS))
+        (
+            f"{name} ({result['batch']})" if "batch" in result else name,
+            *(shown(result[key]) for key in COLUMNS),
+        )
         for name, result in steps.items()
     ]
     others = [
@@ -476,8 +526,12 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 def main() -> None:
     """Run the pieces that are not done, and write the table after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a data.yaml; best with a multiple of 64 images (default: generated)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, help="a data.yaml; best with a multiple of 64 images (default: generated)"
+    )
     parser.add_argument("--peer-python", help="the interpreter of an environment with ultralytics")
     parser.add_argument("--device", default="0")
     parser.add_argument("--rounds", type=int, default=2, help="of trainings in turns with the peer's")
@@ -516,9 +570,14 @@ def main() -> None:
         try:
             free()
         except RuntimeError as error:
-            sys.exit(f"the GPU cannot be used any more in this process: {error}\nhint: run the same command again")
+            sys.exit(
+                f"the GPU cannot be used any more in this process: {error}\nhint: run the same command again"
+            )
     arguments.out.write_text(report(plan, done, len(left)))
-    print(f"wrote {arguments.out}" + (f"; {len(left)} pieces are left: run the same command again" if left else ""))
+    print(
+        f"wrote {arguments.out}"
+        + (f"; {len(left)} pieces are left: run the same command again" if left else "")
+    )
 
 
 if __name__ == "__main__":

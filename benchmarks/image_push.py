@@ -50,7 +50,8 @@ def ours(image: str, host: str, ssh_config: str) -> tuple[int, float]:
 
 def theirs(image: str, host: str, ssh_config: str) -> tuple[int, float]:
     """Return bytes and seconds of `docker save | ssh docker load`."""
-    began, count = time.monotonic(), 0
+    began = time.monotonic()
+    count = 0
     save = subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE)
     load = subprocess.Popen(
         ["ssh", "-F", ssh_config, host, "docker", "load"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
@@ -68,12 +69,18 @@ def theirs(image: str, host: str, ssh_config: str) -> tuple[int, float]:
 
 def main() -> None:
     """Print a line per round."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--host", required=True)
     parser.add_argument("--ssh-config", default=str(Path.home() / ".ssh" / "config"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peer-rounds", type=int, default=2, help="of docker save | ssh docker load: minutes each")
-    parser.add_argument("--revision", default="HEAD", help="of this project; one whose image is in the build cache")
+    parser.add_argument(
+        "--peer-rounds", type=int, default=2, help="of docker save | ssh docker load: minutes each"
+    )
+    parser.add_argument(
+        "--revision", default="HEAD", help="of this project; one whose image is in the build cache"
+    )
     options = parser.parse_args()
     ssh_config = str(Path(options.ssh_config).resolve())
     print(f"{time.strftime('%Y-%m-%d')}  {platform.platform()}  {os.cpu_count()} cores", flush=True)
@@ -82,7 +89,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             project = Path(folder)
             archive = ("git", "-c", "tar.umask=022", "archive")  # the build cache compares file modes
-            tracked = subprocess.run([*archive, options.revision], cwd=ROOT, capture_output=True, check=True).stdout
+            tracked = subprocess.run(
+                [*archive, options.revision], cwd=ROOT, capture_output=True, check=True
+            ).stdout
             subprocess.run(["tar", "-x", "-C", folder], input=tracked, check=True)
             names.append(built(project, 0))
             sent, seconds = ours(names[0], options.host, ssh_config)
@@ -95,7 +104,10 @@ def main() -> None:
                     size = int(run("docker", "image", "inspect", "--format", "{{.Size}}", names[-1]))
                     sent, seconds = send(names[-1], options.host, ssh_config)
                     share = 100 * sent / size
-                    print(f"{who:<12} {sent / 1e6:9.1f} MB  {share:7.3f} % of the image  {seconds:7.1f} s", flush=True)
+                    print(
+                        f"{who:<12} {sent / 1e6:9.1f} MB  {share:7.3f} % of the image  {seconds:7.1f} s",
+                        flush=True,
+                    )
     finally:
         remove = ["docker", "image", "rm", "--force", *names]
         for argv in (remove, ["ssh", "-F", ssh_config, options.host, *remove]):

@@ -69,13 +69,22 @@ GPUS = (
 LAUNCH_S = 0.5e-6
 NETS = ("yolov5n", "yolov5nu", "yolov5s", "dfine-n")
 BATCHES = (16, 64)
-EAGER_BATCHES = (2, 4)  # computed on the CPU; the kernels do not depend on the batch, and bytes grow linearly with it
+EAGER_BATCHES = (
+    2,
+    4,
+)  # computed on the CPU; the kernels do not depend on the batch, and bytes grow linearly with it
 KINDS = ("pointwise", "reduction", "convolution, matmul", "other")
-PARTS = {("_eager", False): "forward", ("_eager", True): "backward", ("_eager_loss", False): "division by the counts"}
+PARTS = {
+    ("_eager", False): "forward",
+    ("_eager", True): "backward",
+    ("_eager_loss", False): "division by the counts",
+}
 PARTS |= {("_eager_loss", True): "division by the counts", ("_account", False): "sums of the loss"}
 REDUCTIONS = ("sum", "mean", "norm", "softmax", "max", "min", "any", "all", "argmax", "topk", "sort", "pool")
 # Of a launch on lists of tensors, by the number of lists, with 4 KiB of arguments; larger ones make it fewer.
-MOST_TENSORS, MOST_BLOCKS, CHUNK = (110, 64, 48, 36, 30), 320, 65536
+MOST_TENSORS = (110, 64, 48, 36, 30)
+MOST_BLOCKS = 320
+CHUNK = 65536
 MOST_CONCATENATED = 128  # tensors in a launch
 
 
@@ -90,7 +99,8 @@ class Part:
     def add(self, other: Part) -> None:
         """Add another part."""
         self.kernels = {kind: self.kernels[kind] + other.kernels[kind] for kind in KINDS}
-        self.bytes, self.flops = self.bytes + other.bytes, self.flops + other.flops
+        self.bytes = self.bytes + other.bytes
+        self.flops = self.flops + other.flops
 
 
 @dataclass
@@ -126,7 +136,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        schema, name = func._schema, func._schema.name.removeprefix("aten::")
+        schema = func._schema
+        name = func._schema.name.removeprefix("aten::")
         is_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
         if is_view or name.startswith("empty") or name in ("_local_scalar_dense", "detach", "lift_fresh"):
             return made
@@ -170,7 +181,9 @@ def list_launches(lists: Sequence[Sequence[Tensor]]) -> int:
         for chunk in range(left := -(-tensor.numel() // CHUNK)):
             blocks += 1
             if blocks == MOST_BLOCKS or (count == most and chunk == left - 1):
-                launches, blocks, count = launches + 1, 0, int(chunk < left - 1)
+                launches = launches + 1
+                blocks = 0
+                count = int(chunk < left - 1)
     return launches + (blocks > 0)
 
 
@@ -202,8 +215,17 @@ def recording(run: Trainer, step: Step) -> Iterator[None]:
 
 def started(net: str, data: Path, imgsz: int, batch: int) -> Trainer:
     """Return a training whose every step updates the weights."""
-    how = {"device": "cpu", "precision": "bf16", "workers": 0, "noval": True, "noautoanchor": True, "epochs": 1000}
-    settings = Settings(data=str(data), cfg=net, imgsz=imgsz, batch=batch, **how, hyp=Hyp(nbs=1.0, warmup_epochs=0.0))
+    how = {
+        "device": "cpu",
+        "precision": "bf16",
+        "workers": 0,
+        "noval": True,
+        "noautoanchor": True,
+        "epochs": 1000,
+    }
+    settings = Settings(
+        data=str(data), cfg=net, imgsz=imgsz, batch=batch, **how, hyp=Hyp(nbs=1.0, warmup_epochs=0.0)
+    )
     run = Trainer(settings, World(), torch.device("cpu"), Events({}))
     if run.task.can_compile:
         run.compilation = type(run.compilation)("reduce-overhead", settings, run.display.print)
@@ -234,7 +256,8 @@ def measure(net: str, data: Path, imgsz: int, size: int) -> Step:
     images, targets = run.task.move(batch, run.device)
     share = size / len(images)
     moved = tensors(targets)
-    target_bytes, image_bytes = round(share * sum(t.nbytes for t in moved)), round(share * images.nbytes)
+    target_bytes = round(share * sum(t.nbytes for t in moved))
+    image_bytes = round(share * images.nbytes)
     none = dict.fromkeys(KINDS, 0)
     if step.is_compiled:  # an operation on lists for each dtype
         dtypes = len({t.dtype for t in (images, *moved)})
@@ -279,7 +302,9 @@ def compiled(sources: dict[str, str], capability: int) -> list[tuple[str, int, i
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for name, source in sources.items():
-            usage = gpu_code.compile_kernel(gpu_code.kernel_of(name, source, Path(folder)), capability, Path(folder))
+            usage = gpu_code.compile_kernel(
+                gpu_code.kernel_of(name, source, Path(folder)), capability, Path(folder)
+            )
             found.append((name, usage.registers, usage.spilled))
     return found
 
@@ -355,14 +380,20 @@ def loss_line(step: Step) -> str:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, help="a data.yaml (default: generated images)")
     parser.add_argument("--nets", nargs="+", default=NETS)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--imgsz", type=int, default=640)
-    parser.add_argument("--workers", type=int, default=2, help="processes that compile kernels; 0 compiles none")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="processes that compile kernels; 0 compiles none"
+    )
     parser.add_argument("--out", type=Path, help="a file for the tables")
-    parser.add_argument("--json", type=Path, default=Path(__file__).with_suffix(".json"), help="a file for gpu.py")
+    parser.add_argument(
+        "--json", type=Path, default=Path(__file__).with_suffix(".json"), help="a file for gpu.py"
+    )
     arguments = parser.parse_args()
     steps = []
     with tempfile.TemporaryDirectory() as folder:
@@ -373,7 +404,11 @@ def main() -> None:
                 steps.append(measure(cfg, data, arguments.imgsz, batch))
     lines = [
         f"torch {torch.__version__}, {cpu_name()}, {time.strftime('%Y-%m-%d')}, {arguments.imgsz} px, bf16",
-        *(text for step in steps for text in (parts_table(step), *([nodes_table(step)] if step.nodes else []))),
+        *(
+            text
+            for step in steps
+            for text in (parts_table(step), *([nodes_table(step)] if step.nodes else []))
+        ),
         "\n".join(loss_line(step) for step in steps if step.nodes),
         bounds_table(steps),
     ]
@@ -384,7 +419,9 @@ def main() -> None:
     if arguments.out:
         arguments.out.write_text(text)
     print(text)
-    content = {f"{s.net}, batch {s.batch}": {name: part.kernels for name, part in s.parts.items()} for s in steps}
+    content = {
+        f"{s.net}, batch {s.batch}": {name: part.kernels for name, part in s.parts.items()} for s in steps
+    }
     arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"wrote {arguments.json}; {most:.1f} GiB of memory", file=sys.stderr)

@@ -40,7 +40,8 @@ class NoPainter(DevicePainter):
     """Takes the images of a batch to the device, and paints nothing."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.resident = device, None
+        self.device = device
+        self.resident = None
 
     def __call__(self, painting: Painting) -> Tensor:
         """Return images without values."""
@@ -132,7 +133,10 @@ def main() -> None:
     torch.set_num_threads(1)
     start_forkserver(arguments.workers > 0)
     data = open_dataset(arguments.data, "train", imgsz=arguments.imgsz)
-    print(f"{len(data)} images, {arguments.imgsz} px, batch {arguments.batch}, {arguments.workers} workers, ", end="")
+    print(
+        f"{len(data)} images, {arguments.imgsz} px, batch {arguments.batch}, {arguments.workers} workers, ",
+        end="",
+    )
     print(f"{os.cpu_count()} cores of {platform.processor() or platform.machine()}")
     print("milliseconds of CPU time per image:  first epoch, median of the later ones")
     for painter in PAINTERS:

@@ -110,7 +110,8 @@ class Compared:
 def read_batch(data: str, images: int, side: int) -> dict[str, Tensor]:
     """Return training images of a data set, stretched to squares, with their boxes, as the peer takes them."""
     dataset = open_dataset(data, "train", imgsz=side)
-    pixels, labels = [], []
+    pixels = []
+    labels = []
     for k in range(images):
         pixels.append(cv2.resize(dataset.image(k), (side, side)).transpose(2, 0, 1))
         own = dataset.labels(k)
@@ -124,7 +125,8 @@ def read_batch(data: str, images: int, side: int) -> dict[str, Tensor]:
 def ours(checkpoint: Path, batch: dict[str, Tensor]) -> dict[str, Any]:
     """Return what the peer returns, from its checkpoint."""
     trained = load_trained(str(checkpoint))
-    net, criterion = trained.model, trained.parts.criterion
+    net = trained.model
+    criterion = trained.parts.criterion
     decoded = net.detect.decode(net.eval()(batch["img"]))
     outputs = net.train()(batch["img"])
     levels = len(net.detect.strides)
@@ -149,8 +151,10 @@ def of_candidates(candidates: Tensor, found: Tensor) -> tuple[float, float]:
     if found.shape[2] != 6:
         difference = (candidates - found.mT).abs()
         return difference[..., :4].max().item(), difference[..., 4:].max().item()
-    centre, half = candidates[..., :2], candidates[..., 2:4] / 2
-    corners, scores = torch.cat((centre - half, centre + half), 2), candidates[..., 4:]
+    centre = candidates[..., :2]
+    half = candidates[..., 2:4] / 2
+    corners = torch.cat((centre - half, centre + half), 2)
+    scores = candidates[..., 4:]
     worst_box = worst_score = 0.0
     for k, rows in enumerate(found):
         best = scores[k].flatten().topk(len(rows)).values
@@ -159,7 +163,8 @@ def of_candidates(candidates: Tensor, found: Tensor) -> tuple[float, float]:
             apart = (corners[k] - corners.new_tensor(box)).abs().amax(1)
             off = (scores[k, :, int(cls)] - score).abs()
             nearest = (apart + off).argmin()
-            worst_box, worst_score = max(worst_box, apart[nearest].item()), max(worst_score, off[nearest].item())
+            worst_box = max(worst_box, apart[nearest].item())
+            worst_score = max(worst_score, off[nearest].item())
     return worst_box, worst_score
 
 
@@ -175,7 +180,9 @@ def compare(peer_python: str, name: str, batch: dict[str, Tensor], folder: Path)
     mine = ours(checkpoint, batch)
     checkpoint.unlink()
     boxes, scores = of_candidates(mine["decoded"], theirs["decoded"])
-    raw = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(mine["raw"], theirs["raw"], strict=True)]
+    raw = [
+        ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(mine["raw"], theirs["raw"], strict=True)
+    ]
     terms = (mine["terms"] - theirs["terms"]).abs() / theirs["terms"].abs()
     return Compared(
         mine["parameters"],
@@ -190,9 +197,13 @@ def compare(peer_python: str, name: str, batch: dict[str, Tensor], folder: Path)
 
 def main() -> None:
     """Compare the networks and print the table; exit with 1 if one differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", required=True, help="a data.yaml")
-    parser.add_argument("--peer-python", required=True, help="the interpreter of an environment with ultralytics")
+    parser.add_argument(
+        "--peer-python", required=True, help="the interpreter of an environment with ultralytics"
+    )
     parser.add_argument("--nets", nargs="+", default=NETS, choices=NETS, metavar="NET")
     parser.add_argument("--imgsz", type=int, default=320)
     parser.add_argument("--images", type=int, default=4)
@@ -206,7 +217,18 @@ def main() -> None:
     versions = ", ".join(sorted({each.version for each in found.values()}))
     print(f"ultralytics {versions}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}: ", end="")
     print(f"{len(batch['img'])} images of {arguments.imgsz} px with {len(batch['cls'])} boxes\n")
-    header = ["network", "parameters", "theirs", "raw outputs", "boxes", "scores", "box", "cls", "dfl or l1", ""]
+    header = [
+        "network",
+        "parameters",
+        "theirs",
+        "raw outputs",
+        "boxes",
+        "scores",
+        "box",
+        "cls",
+        "dfl or l1",
+        "",
+    ]
     rows = []
     for name, each in found.items():
         counts = f"{each.parameters:,}", f"{each.peers_parameters:,}"

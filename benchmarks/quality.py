@@ -69,10 +69,16 @@ CONTENDERS = {"ours": ours, "ultralytics": peers}
 
 def main() -> None:
     """Train what is missing, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", required=True, help="a data.yaml")
-    parser.add_argument("--peer-python", required=True, help="the interpreter of an environment with ultralytics")
-    parser.add_argument("--runs", type=Path, required=True, help="the folder of the trainings and their scores")
+    parser.add_argument(
+        "--peer-python", required=True, help="the interpreter of an environment with ultralytics"
+    )
+    parser.add_argument(
+        "--runs", type=Path, required=True, help="the folder of the trainings and their scores"
+    )
     parser.add_argument("--networks", nargs="+", default=NETWORKS)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])

@@ -37,13 +37,19 @@ from trainer.engine.memory import keep_freed_memory
 def plain_rank(request: Path) -> None:
     """Run one rank of the plain loop; rank 0 prints the images per second of all ranks."""
     content = json.loads(request.read_text())
-    settings, effort = Settings(**content["settings"]), Effort(**content["effort"])
+    settings = Settings(**content["settings"])
+    effort = Effort(**content["effort"])
     # The trainer builds the network in a single process; the rest of the loop is plain torch.
-    variables = {name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    size, local = int(variables["WORLD_SIZE"]), int(variables["LOCAL_RANK"])
+    variables = {
+        name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    }
+    size = int(variables["WORLD_SIZE"])
+    local = int(variables["LOCAL_RANK"])
     world = World(rank=int(variables["RANK"]), local_rank=local, size=size, local_size=size, launched=True)
     device = pick_device(settings.device, world)
-    run = start_trainer(replace(settings, device="cpu" if device.type == "cpu" else str(device.index)), effort.threads)
+    run = start_trainer(
+        replace(settings, device="cpu" if device.type == "cpu" else str(device.index)), effort.threads
+    )
     os.environ.update(variables)
     model = run.model.train()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -85,10 +91,21 @@ def plain(settings: Settings, ranks: int, effort: Effort) -> float:
     with tempfile.TemporaryDirectory() as folder:
         request = Path(folder) / "request.json"
         request.write_text(json.dumps({"settings": asdict(settings), "effort": asdict(effort)}))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+        ]
         done = subprocess.run(
             [*command, __file__, "--plain", str(request)],
-            env={**os.environ, "OMP_NUM_THREADS": str(effort.threads), "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": str(effort.threads),
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            },
             capture_output=True,
             text=True,
         )
@@ -99,7 +116,9 @@ def plain(settings: Settings, ranks: int, effort: Effort) -> float:
 
 def main() -> None:
     """Run the rounds and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch", type=int, default=16, help="images of each rank")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cpu")
@@ -130,10 +149,17 @@ def main() -> None:
                     else plain(point, ranks, effort)
                 )
                 rates.setdefault((name, ranks), []).append(rate)
-                print(f"round {number + 1}: {name}, ranks: {ranks}: {rate:.1f} images/s", file=sys.stderr, flush=True)
+                print(
+                    f"round {number + 1}: {name}, ranks: {ranks}: {rate:.1f} images/s",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     efficiency = {
-        name: [n / one / arguments.ranks for one, n in zip(rates[name, 1], rates[name, arguments.ranks], strict=True)]
+        name: [
+            n / one / arguments.ranks
+            for one, n in zip(rates[name, 1], rates[name, arguments.ranks], strict=True)
+        ]
         for name in ("trainer", "plain DDP")
     }
     device = pick_device(arguments.device.split(",")[0], World())

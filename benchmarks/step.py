@@ -52,8 +52,17 @@ OTHERS = re.compile(r"\b(?:extern_kernels|torch\.ops|aten)\.\w+(?:\.\w+)*\(")
 
 def settings(net: str, data: Path, **more: Any) -> Settings:
     """Return the settings of a step that updates the weights."""
-    how = {"device": "cpu", "precision": "fp32", "workers": 0, "noval": True, "noautoanchor": True, "epochs": 1000}
-    return Settings(data=str(data), cfg=f"{net}.yaml", **{**how, "hyp": Hyp(nbs=1.0, warmup_epochs=0.0), **more})
+    how = {
+        "device": "cpu",
+        "precision": "fp32",
+        "workers": 0,
+        "noval": True,
+        "noautoanchor": True,
+        "epochs": 1000,
+    }
+    return Settings(
+        data=str(data), cfg=f"{net}.yaml", **{**how, "hyp": Hyp(nbs=1.0, warmup_epochs=0.0), **more}
+    )
 
 
 def times(run: Callable[[], object], count: int) -> list[float]:
@@ -104,7 +113,9 @@ def on_meta(net: str, data: Path, imgsz: int, batch_size: int, count: int) -> di
         run.step(batch)
         found["operations"] = operations(run, batch)
         found["host, ms"] = text(times(lambda: run.step(batch), count))
-        rarely = start(settings(net, data, imgsz=imgsz, batch=batch_size, hyp=Hyp(nbs=1e9, warmup_epochs=0.0)))
+        rarely = start(
+            settings(net, data, imgsz=imgsz, batch=batch_size, hyp=Hyp(nbs=1e9, warmup_epochs=0.0))
+        )
         found["host without an update, ms"] = text(times(lambda: rarely.step(batch), count))
         leave_out(run._whole, run.meter, *run._whole(*run.task.move(batch, run.device)))
         run.step(batch)
@@ -126,12 +137,18 @@ def size(batches: list[Any]) -> str:
 
 def on_cpu(net: str, data: Path, imgsz: int, batch_size: int, count: int) -> dict[str, str]:
     """Return the bytes of the targets that are needed, and the time to make them."""
-    run = Trainer(settings(net, data, imgsz=imgsz, batch=batch_size), World(), torch.device("cpu"), Events({}))
+    run = Trainer(
+        settings(net, data, imgsz=imgsz, batch=batch_size), World(), torch.device("cpu"), Events({})
+    )
     run.start()
     batches = list(islice(run.train_loader.epoch(0), BATCHES))
-    assign, labels = run.task.criterion().assigner(run.model), batches[0].labels.numpy()
+    assign = run.task.criterion().assigner(run.model)
+    labels = batches[0].labels.numpy()
     made = times(lambda: assign(labels, batch_size, imgsz, imgsz), 5 * count)
-    return {"targets, KiB needed": size(batches), "targets, ms per image": text([ms / batch_size for ms in made])}
+    return {
+        "targets, KiB needed": size(batches),
+        "targets, ms per image": text([ms / batch_size for ms in made]),
+    }
 
 
 def compiled(net: str, data: Path) -> dict[str, str]:
@@ -143,13 +160,21 @@ def compiled(net: str, data: Path) -> dict[str, str]:
     run.step(next(iter(run.train_loader.epoch(0))))
     sources = [Path(module.__file__ or "").read_text() for module in PyCodeCache.modules]
     calls = [source.partition("def call(")[2] for source in sources if "def call(" in source]
-    found = {"compiled: graphs": len(calls), "compiled: generated": sum(len(GENERATED.findall(c)) for c in calls)}
-    return {k: str(v) for k, v in {**found, "compiled: others": sum(len(OTHERS.findall(c)) for c in calls)}.items()}
+    found = {
+        "compiled: graphs": len(calls),
+        "compiled: generated": sum(len(GENERATED.findall(c)) for c in calls),
+    }
+    return {
+        k: str(v)
+        for k, v in {**found, "compiled: others": sum(len(OTHERS.findall(c)) for c in calls)}.items()
+    }
 
 
 def main() -> None:
     """Print a table with a column per network."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, help="a data.yaml (default: generated images)")
     parser.add_argument("--imgsz", type=int, default=640)
     parser.add_argument("--batch", type=int, default=16)

@@ -115,7 +115,14 @@ def start(bench: Bench) -> Iterator[list[Row]]:
 def plan(bench: Bench) -> Iterator[list[Row]]:
     """Row of a large plan."""
     argv = [*CLUSTERCTL, "plan", "--nodes", "100000", "--backend", "local", "--device", "cpu"]
-    yield [("clusterctl plan --nodes 100000", lambda: bench.seconds(*argv), lambda: bench.seconds(*PASS), "seconds")]
+    yield [
+        (
+            "clusterctl plan --nodes 100000",
+            lambda: bench.seconds(*argv),
+            lambda: bench.seconds(*PASS),
+            "seconds",
+        )
+    ]
 
 
 @contextmanager
@@ -132,7 +139,9 @@ def first_line(bench: Bench) -> Iterator[list[Row]]:
         return _until_first(bench, ["bash", "-c", BY_HAND, "by-hand", *words])
 
     with bench.hosts(2) as server:
-        yield [("clusterctl launch until rank 0 runs", lambda: _until_first(bench, launch), by_hand, "+0.3 s")]
+        yield [
+            ("clusterctl launch until rank 0 runs", lambda: _until_first(bench, launch), by_hand, "+0.3 s")
+        ]
 
 
 def _until_first(bench: Bench, argv: list[str]) -> float:
@@ -160,7 +169,17 @@ def hosts(bench: Bench) -> Iterator[list[Row]]:
 
     def launch(count: int) -> float:
         name = f"tool-{os.getpid()}-{next(number)}"
-        argv = ["launch", "--name", name, "--nodes", str(count), "--python", str(program), "--command", "it.py"]
+        argv = [
+            "launch",
+            "--name",
+            name,
+            "--nodes",
+            str(count),
+            "--python",
+            str(program),
+            "--command",
+            "it.py",
+        ]
         took_s = bench.seconds(*CLUSTERCTL, *argv, "--detach")
         bench.seconds(*CLUSTERCTL, "stop", name)
         return took_s
@@ -199,7 +218,8 @@ def page(bench: Bench) -> Iterator[list[Row]]:
     from cluster.store import JobStore
     from cluster.web.server import Server
 
-    store, backend = JobStore(bench.folder / "jobs"), BACKENDS["local"]
+    store = JobStore(bench.folder / "jobs")
+    backend = BACKENDS["local"]
     backend.observe = lambda plan: [  # type: ignore[method-assign]
         NodeStatus(node.name, "starting", usage=_usage(rank, plan.world_size // len(plan.nodes)))
         for rank, node in enumerate(plan.nodes)
@@ -224,7 +244,9 @@ def page(bench: Bench) -> Iterator[list[Row]]:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        yield [("first paint, 64 x 8 ranks", lambda: first_paint("job-64"), lambda: first_paint("job-2"), "1 s")]
+        yield [
+            ("first paint, 64 x 8 ranks", lambda: first_paint("job-64"), lambda: first_paint("job-2"), "1 s")
+        ]
         browser.close()
 
 
@@ -242,10 +264,22 @@ def _write_logs(folder: Path, names: list[str], steps: int) -> None:
         with (folder / f"{name}.log").open("w") as log:
             events = [{"event": "ready", "node": index, "device": "cuda", "world_size": 8 * len(names)}]
             for step in range(0, steps, 100):
-                progress = {"event": "progress", "node": index, "epoch": step // 100 + 1, "step": 99, "steps": 100}
-                events.append(progress | {"epochs": steps // 100, "loss": 1.5, "images_per_s": 20_000, "eta_s": 1})
+                progress = {
+                    "event": "progress",
+                    "node": index,
+                    "epoch": step // 100 + 1,
+                    "step": 99,
+                    "steps": 100,
+                }
+                events.append(
+                    progress | {"epochs": steps // 100, "loss": 1.5, "images_per_s": 20_000, "eta_s": 1}
+                )
                 if index == 0:
-                    scores = {"map50": 0.5 + step % 700 / 1e4, "map": 0.4, "images_per_s": 20_000 + step % 900}
+                    scores = {
+                        "map50": 0.5 + step % 700 / 1e4,
+                        "map": 0.4,
+                        "images_per_s": 20_000 + step % 900,
+                    }
                     events.append(
                         {"event": "metric", "epoch": step // 100 + 1, "box_loss": 100 / (step + 100)} | scores
                     )
@@ -257,7 +291,9 @@ PARTS = {"start": start, "plan": plan, "first-line": first_line, "hosts": hosts,
 
 def main() -> None:
     """Measure the parts in rounds and print a row of each: medians, and the ratio and the difference by round."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; by default all")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()

@@ -98,8 +98,25 @@ def ours(
     hyp.write_text(yaml.safe_dump({**values, "close_mosaic": 0.0}))
     command = [
         *(sys.executable, "-m", "trainer", "train", "--data", arguments.data, "--cfg", cfg, "--weights", ""),
-        *("--imgsz", str(arguments.imgsz), "--batch", str(arguments.batch), "--epochs", str(arguments.epochs)),
-        *("--device", arguments.device, "--precision", precision, "--ranks", str(ranks), "--noval", "--hyp", str(hyp)),
+        *(
+            "--imgsz",
+            str(arguments.imgsz),
+            "--batch",
+            str(arguments.batch),
+            "--epochs",
+            str(arguments.epochs),
+        ),
+        *(
+            "--device",
+            arguments.device,
+            "--precision",
+            precision,
+            "--ranks",
+            str(ranks),
+            "--noval",
+            "--hyp",
+            str(hyp),
+        ),
         *("--project", str(folder), "--name", "run"),
     ]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, **(variables or {})})
@@ -116,7 +133,9 @@ class PeerFailed(RuntimeError):
         self.rates = rates
 
 
-def peers(arguments: argparse.Namespace, model: str, folder: Path, timeout_s: float | None = None) -> list[float]:
+def peers(
+    arguments: argparse.Namespace, model: str, folder: Path, timeout_s: float | None = None
+) -> list[float]:
     """Return the images per second of each epoch of the peer; raise PeerFailed."""
     content = yaml.safe_load(Path(arguments.data).read_text())
     content["path"] = str((Path(arguments.data).resolve().parent / content.get("path", ".")).resolve())
@@ -124,9 +143,16 @@ def peers(arguments: argparse.Namespace, model: str, folder: Path, timeout_s: fl
     data.write_text(yaml.safe_dump(content))
     command = [
         *(arguments.peer_python, "-c", PEER, str(data), model, arguments.device),
-        *(str(arguments.imgsz), str(arguments.batch), str(arguments.epochs), str(os.cpu_count()), str(folder)),
+        *(
+            str(arguments.imgsz),
+            str(arguments.batch),
+            str(arguments.epochs),
+            str(os.cpu_count()),
+            str(folder),
+        ),
     ]
-    lines, reason = [], ""
+    lines = []
+    reason = ""
     with (folder / "out.txt").open("w+") as out, (folder / "errors.txt").open("w+") as errors:
         try:
             subprocess.run(command, check=True, stdout=out, stderr=errors, cwd=folder, timeout=timeout_s)
@@ -143,7 +169,11 @@ def peers(arguments: argparse.Namespace, model: str, folder: Path, timeout_s: fl
     return rates
 
 
-LAYERS = {"convolution": "convolution", "batch_norm": "batch norm", "silu": "SiLU"}  # by words in the operations' names
+LAYERS = {
+    "convolution": "convolution",
+    "batch_norm": "batch norm",
+    "silu": "SiLU",
+}  # by words in the operations' names
 OTHER_LAYERS = "joining, adding, pooling, upsampling"
 NETWORK_NODES = ("Convolution", "NativeBatchNorm", "Silu", "MaxPool", "Upsample", "Cat")
 
@@ -153,7 +183,8 @@ class Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.section, self.totals = "loss", dict[str, list[float]]()
+        self.section = "loss"
+        self.totals = dict[str, list[float]]()
 
     def of(self, section: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return `run` with its operations in a section."""
@@ -178,7 +209,9 @@ class Meter(TorchDispatchMode):
         begin = time.perf_counter()
         made = func(*args, **(kwargs or {}))
         seconds = time.perf_counter() - begin
-        tensors = [] if func.is_view else [t for t in tree_leaves((args, kwargs, made)) if isinstance(t, Tensor)]
+        tensors = (
+            [] if func.is_view else [t for t in tree_leaves((args, kwargs, made)) if isinstance(t, Tensor)]
+        )
         count = flop_registry.get(func.overloadpacket, lambda *_, **__: 0)
         figures = seconds, count(*args, **(kwargs or {}), out_val=made), sum(t.nbytes for t in tensors)
         total = self.totals.setdefault(self.part(str(func)), [0, 0, 0])
@@ -193,9 +226,13 @@ def fastest(run: Callable[[], object]) -> float:
 
 def peaks() -> tuple[float, float, float]:
     """Return the floating-point operations per second of a matrix product and a convolution, and a copy's bytes."""
-    a, source = torch.rand(2048, 2048), torch.rand(1 << 26)
+    a = torch.rand(2048, 2048)
+    source = torch.rand(1 << 26)
     target = torch.empty_like(source)
-    x, w = (torch.rand(shape).to(memory_format=torch.channels_last) for shape in ((16, 64, 80, 80), (64, 64, 3, 3)))
+    x, w = (
+        torch.rand(shape).to(memory_format=torch.channels_last)
+        for shape in ((16, 64, 80, 80), (64, 64, 3, 3))
+    )
     product = 2 * 2048**3 / fastest(lambda: a @ a)
     convolution = 2 * x.numel() * w[0].numel() / fastest(lambda: F.conv2d(x, w, padding=1))
     return product, convolution, 2 * source.nbytes / fastest(lambda: target.copy_(source))
@@ -203,15 +240,29 @@ def peaks() -> tuple[float, float, float]:
 
 def roofline(arguments: argparse.Namespace) -> None:
     """Measure the parts of a step, and print their table."""
-    sizes = ["--imgsz", str(arguments.imgsz), "--batch", str(arguments.batch), "--precision", "fp32", "--noval"]
+    sizes = [
+        "--imgsz",
+        str(arguments.imgsz),
+        "--batch",
+        str(arguments.batch),
+        "--precision",
+        "fp32",
+        "--noval",
+    ]
     settings = settings_of(["--data", arguments.data, "--cfg", arguments.cfg, *sizes], "cpu")
     hyp = replace(settings.hyp, nbs=float(arguments.batch))  # every step updates the weights
     run = start_trainer(replace(settings, hyp=hyp), os.cpu_count() or 1)
     batch = next(batch for batch in steps_of(run) if len(batch.images) == arguments.batch)
     step = fastest(lambda: run.step(batch))
-    meter, steps = Meter(), list[dict[str, list[float]]]()
+    meter = Meter()
+    steps = list[dict[str, list[float]]]()
     update = run.update
-    owners = {"network": run.local_model, "clip": run.strategy, "optimizer": update.optimizer, "average": update.ema}
+    owners = {
+        "network": run.local_model,
+        "clip": run.strategy,
+        "optimizer": update.optimizer,
+        "average": update.ema,
+    }
     for (section, owner), method in zip(owners.items(), ("forward", "clip", "step", "update"), strict=True):
         setattr(owner, method, meter.of(section, getattr(owner, method)))
     for _ in range(10):
@@ -227,7 +278,10 @@ def roofline(arguments: argparse.Namespace) -> None:
         amounts = (1e3 * seconds, 100 * seconds / whole, flop / 1e9, moved / 1e9)
         figures = (*amounts, flop / seconds / 1e9, moved / seconds / 1e9, 1e3 * bound, 100 * bound / seconds)
         rows.append([part, *(f"{figure:.1f}" for figure in figures)])
-    print(f"{cpu_name()}, {os.cpu_count()} threads, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}: ", end="")
+    print(
+        f"{cpu_name()}, {os.cpu_count()} threads, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}: ",
+        end="",
+    )
     print(f"{arguments.cfg}, {arguments.imgsz} px, batch {arguments.batch}, {1e3 * step:.0f} ms per step")
     peak = f"{product / 1e9:.0f} GFLOP/s (matrix product), {convolution / 1e9:.0f} GFLOP/s (convolution)"
     print(f"Peaks: {peak}, {copied / 1e9:.1f} GB/s (copy)")
@@ -264,7 +318,9 @@ def waiting(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the rounds and print the table, or run `roofline` or `waiting`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", nargs="?", choices=("compare", "roofline", "waiting"), default="compare")
     parser.add_argument("--data", required=True, help="a data.yaml")
     parser.add_argument("--peer-python", help="the interpreter of an environment with ultralytics")
@@ -301,12 +357,16 @@ def main() -> None:
         for name, how in contenders.items():
             with tempfile.TemporaryDirectory() as folder:
                 found = (
-                    ours(arguments, *how, Path(folder)) if how else peers(arguments, arguments.peer_model, Path(folder))
+                    ours(arguments, *how, Path(folder))
+                    if how
+                    else peers(arguments, arguments.peer_model, Path(folder))
                 )
             rates[name].append(statistics.median(found[1:]))
             print(f"round {number + 1}: {name}: {rates[name][-1]:.1f} images/s", file=sys.stderr, flush=True)
 
-    print(f"{platform.processor() or platform.machine()}, {cores} cores, {time.strftime('%Y-%m-%d')}: ", end="")
+    print(
+        f"{platform.processor() or platform.machine()}, {cores} cores, {time.strftime('%Y-%m-%d')}: ", end=""
+    )
     print(f"{arguments.imgsz} px, batch {arguments.batch}, mosaic, from JPEG, device {arguments.device}")
     print("| contender | images/s (median of the rounds) | ratio to the peer, by round |")
     print("|---|---|---|")

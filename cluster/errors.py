@@ -25,7 +25,8 @@ class ClusterError(Exception):
     exit_code = 3
 
     def __init__(self, message: str, hint: str = "") -> None:
-        self.message, self.hint = printable(message), printable(hint)
+        self.message = printable(message)
+        self.hint = printable(hint)
         super().__init__(self.message)
 
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 Outcome = Literal["done", "failed", "stopped"]
 #: How often, and with which pause in seconds, a taken lock is tried.
-_TRIES, _PAUSE_S = 3, 0.02
+_TRIES = 3
+_PAUSE_S = 0.02
 #: How long a process that has locked a file may take to write into it who it is.
 _NAMED_WITHIN_S = 1.0
 #: How often the time is renewed at which a job was last seen in the same state.
@@ -124,7 +125,9 @@ class JobStore:
             with suppress(OSError):  # a full disk: only `supervisor_of` reads the text
                 file.truncate(0)
                 # Not file.write, whose buffer would fail again when the file is closed.
-                os.write(file.fileno(), f"{os.getpid()} {socket.gethostname()} {int(in_background)}\n".encode())
+                os.write(
+                    file.fileno(), f"{os.getpid()} {socket.gethostname()} {int(in_background)}\n".encode()
+                )
             yield True
 
     def supervisor_of(self, job_id: str) -> SupervisorProcess | None:
@@ -154,7 +157,9 @@ class JobStore:
             raise _unreadable_folder(self._folder, error) from error
         return None
 
-    def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1, *, grace_s: float = 0.0) -> bool:
+    def end(
+        self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1, *, grace_s: float = 0.0
+    ) -> bool:
         """Record the outcome of a job. A recorded outcome does not change. Return whether none was recorded.
 
         `grace_s` is the grace of the stop, if the job was stopped.
@@ -183,13 +188,20 @@ class JobStore:
 
         The time of a state that does not change is renewed every few seconds. Without space for it, nothing is kept.
         """
-        last, now = self.seen(record), time.time()
+        last = self.seen(record)
+        now = time.time()
         is_new = last is None or (last.state, last.phases) != (state, phases)
         if last is not None and not is_new and now - last.at < _SEEN_S:
             return
         path = self._path(record.plan.job_id).with_suffix(".seen")
         since = last.since if last is not None and last.state == state else now
-        known = {"launch_id": record.job.launch_id, "state": state, "since": since, "at": now, "phases": dict(phases)}
+        known = {
+            "launch_id": record.job.launch_id,
+            "state": state,
+            "since": since,
+            "at": now,
+            "phases": dict(phases),
+        }
         partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
         try:
             partial.write_text(json.dumps(known) + "\n")
@@ -203,7 +215,9 @@ class JobStore:
         try:
             known = json.loads(self._path(record.plan.job_id).with_suffix(".seen").read_text())
             is_its = known["launch_id"] == record.job.launch_id
-            found = Seen(str(known["state"]), float(known["since"]), float(known["at"]), dict(known["phases"]))
+            found = Seen(
+                str(known["state"]), float(known["since"]), float(known["at"]), dict(known["phases"])
+            )
         except (OSError, ValueError, TypeError, KeyError):
             return None
         return found if is_its else None
@@ -211,7 +225,9 @@ class JobStore:
     def supervised(self) -> frozenset[str]:
         """Return the launch IDs of the jobs that a process on this machine follows and may restart at any moment."""
         return frozenset(
-            record.job.launch_id for record in self if not record.outcome and self.supervisor_of(record.plan.job_id)
+            record.job.launch_id
+            for record in self
+            if not record.outcome and self.supervisor_of(record.plan.job_id)
         )
 
     def load(self, job_id: str) -> JobRecord:
@@ -219,7 +235,9 @@ class JobStore:
         path = self._path(job_id) if NAME.fullmatch(job_id) else None
         if path is None or not _exists(path):
             question = meant(job_id, [record.plan.job_id for record in self])
-            raise UsageError(f"no job {job_id!r}", f"{question} to list all jobs: clusterctl ps --all".strip())
+            raise UsageError(
+                f"no job {job_id!r}", f"{question} to list all jobs: clusterctl ps --all".strip()
+            )
         return _load(path)
 
     def is_taken(self, job_id: str) -> bool:
@@ -286,7 +304,9 @@ def default_folder() -> Path:
         return Path.home() / ".local" / "state" / "clusterctl" / "jobs"
     except RuntimeError:
         why = f"HOME is not set, and user {os.getuid()} has no entry in the password database"
-        hint = "export HOME=FOLDER, or name a folder for the records of jobs: export CLUSTERCTL_STATE_DIR=FOLDER"
+        hint = (
+            "export HOME=FOLDER, or name a folder for the records of jobs: export CLUSTERCTL_STATE_DIR=FOLDER"
+        )
         raise UsageError(f"there is no home folder: {why}", hint) from None
 
 

@@ -21,7 +21,9 @@ class Squares:
     flips = True
 
     def __init__(self, split, side):
-        self.split, self.side, self.count = split, side, {"train": 256, "val": 64}[split]
+        self.split = split
+        self.side = side
+        self.count = {"train": 256, "val": 64}[split]
 
     def __len__(self):
         return self.count

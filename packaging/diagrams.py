@@ -38,7 +38,9 @@ def title_of(source: str) -> str:
 
 def sources() -> list[str]:
     """Return the diagrams of all pages."""
-    return [source for page in sorted(DOCS.glob("**/*.md")) for source in BLOCK.findall(page.read_text("utf-8"))]
+    return [
+        source for page in sorted(DOCS.glob("**/*.md")) for source in BLOCK.findall(page.read_text("utf-8"))
+    ]
 
 
 def main(mermaid: str) -> None:

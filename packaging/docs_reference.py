@@ -25,10 +25,12 @@ def _module(path: Path) -> Any:
     return module
 
 
-diagrams, setup = _module(ROOT / "packaging/diagrams.py"), _module(ROOT / "setup.py")
+diagrams = _module(ROOT / "packaging/diagrams.py")
+setup = _module(ROOT / "setup.py")
 
 #: The page that lists the commands, and the folder of their pages.
-PAGE, FOLDER = "reference/cli/index.md", "reference/cli"
+PAGE = "reference/cli/index.md"
+FOLDER = "reference/cli"
 #: What the search shows after the other pages, which explain the words that these only list.
 LAST = "---\nsearch: {boost: 0.3}\n---\n"
 #: Where a page has a table of keys: `<!-- keys of cluster.yaml -->`.
@@ -45,7 +47,9 @@ def on_files(files: Any, *, config: Any) -> Any:
     for name, text in pages.items():
         files.append(File.generated(config, file_of(name), content=LAST + text))
     for program in PROGRAMS:
-        entries = [{name.partition(" ")[2]: file_of(name)} for name in pages if name.partition(" ")[0] == program]
+        entries = [
+            {name.partition(" ")[2]: file_of(name)} for name in pages if name.partition(" ")[0] == program
+        ]
         _navigation(config.nav).append({program: entries})
     return files
 
@@ -98,7 +102,10 @@ def keys_of_job_yaml() -> str:
     made = job_file.json_schema(BACKENDS)
     for name, key in made["properties"].items():
         if name in BACKENDS:
-            key |= {"$ref": "", "description": f"Settings of the backend, as the section `{name}` of cluster.yaml."}
+            key |= {
+                "$ref": "",
+                "description": f"Settings of the backend, as the section `{name}` of cluster.yaml.",
+            }
     return "\n".join(_keys(made))
 
 
@@ -167,13 +174,17 @@ def _programs() -> dict[str, Any]:
     import cluster.cli.main
     import trainer.cli
 
-    return dict(zip(PROGRAMS, map(typer.main.get_command, (cluster.cli.main.app, trainer.cli.app)), strict=True))
+    return dict(
+        zip(PROGRAMS, map(typer.main.get_command, (cluster.cli.main.app, trainer.cli.app)), strict=True)
+    )
 
 
 def commands() -> str:
     """Return each program's own options, and a table of its commands and what they do."""
     return "\n".join(
-        line for name, command in _programs().items() for line in (*_command(name, command, 2), _table(name, command))
+        line
+        for name, command in _programs().items()
+        for line in (*_command(name, command, 2), _table(name, command))
     )
 
 

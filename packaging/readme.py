@@ -26,7 +26,9 @@ def install(known: dict[str, str]) -> str:
     """Return the commands that get the program. Without an address, the reader has a clone already."""
     clone = f"git clone {known['repository']} clusterctl\ncd clusterctl\n" if known["repository"] else ""
     introduction = "" if clone else "In a clone of this repository:\n\n"
-    commands = "make run     # train a small detector on two nodes of this machine\nmake test    # run the tests\n"
+    commands = (
+        "make run     # train a small detector on two nodes of this machine\nmake test    # run the tests\n"
+    )
     return f"{introduction}```sh\n{clone}{commands}```"
 
 

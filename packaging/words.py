@@ -19,7 +19,9 @@ BINARY = {".png", ".jpg", ".pt", ".gz", ".ico"}
 def main() -> int:
     """Print each find as `path:line: word`; 1 if there are any."""
     found = []
-    for name in subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines():
+    for name in subprocess.run(
+        ["git", "ls-files"], capture_output=True, text=True, check=True
+    ).stdout.splitlines():
         path = Path(name)
         if NAMES.search(name) or WORDS.search(path.stem):
             found.append(f"{name}: the file's name")
@@ -28,7 +30,10 @@ def main() -> int:
         if path.suffix in BINARY or not path.is_file() or path == Path(sys.argv[0]):
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-            found += [f"{name}:{number}: {match.group()}" for match in (*WORDS.finditer(line), *NAMES.finditer(line))]
+            found += [
+                f"{name}:{number}: {match.group()}"
+                for match in (*WORDS.finditer(line), *NAMES.finditer(line))
+            ]
     print(*found, sep="\n", end="\n" if found else "")
     return bool(found)
 

@@ -29,16 +29,26 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 DEVICE_QUERY = torch.ops.prim.device.default
-CPU, META = torch.device("cpu"), torch.device("meta")
+CPU = torch.device("cpu")
+META = torch.device("meta")
 COUNT = 2
 MEMORY = 2**30  # bytes of a GPU, all free
 #: Operations that return numbers, or tensors whose sizes depend on values.
-WAITS = {aten._local_scalar_dense, aten.nonzero, aten.nonzero_static, aten.equal, aten.masked_select, aten.bincount}
+WAITS = {
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.nonzero_static,
+    aten.equal,
+    aten.masked_select,
+    aten.bincount,
+}
 WAITS |= {aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.is_nonzero, aten.repeat_interleave}
 COPIES = {aten._to_copy, aten.copy_, aten.copy, aten._foreach_copy_}
 INDICES = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 #: Operations that autocast casts on a GPU: to its dtype, to the widest of the inputs, to float32.
-LOWER, WIDEST, FLOAT32 = "lower", "widest", "float32"
+LOWER = "lower"
+WIDEST = "widest"
+FLOAT32 = "float32"
 CASTS = dict.fromkeys(("conv2d", "conv_transpose2d.input", "linear", "matmul", "mm", "bmm", "addmm"), LOWER)
 CASTS |= {"cat": WIDEST, "stack": WIDEST, "softmax.int": FLOAT32, "layer_norm": FLOAT32}
 
@@ -63,7 +73,9 @@ class GpuTensor(Tensor):
     """
 
     gpu: torch.device
-    is_cuda, is_cpu, is_meta = True, False, False
+    is_cuda = True
+    is_cpu = False
+    is_meta = False
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -134,7 +146,9 @@ def _host(tensor: Tensor) -> Tensor:
     """Return a CPU tensor with the tensor's memory, as it is now: FSDP resizes and replaces it."""
     with torch._C._DisableTorchDispatch():
         memory = tensor.untyped_storage()
-        return torch.empty(0, dtype=tensor.dtype).set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            memory, tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -149,7 +163,9 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _check(func, args, kwargs, tensors, device)
     hosts = {id(t): _host(t) for t in tensors if isinstance(t, GpuTensor)}
     inputs = {id(hosts.get(id(t), t)): t for t in tensors}  # an operation in place returns one of them
-    options = {k: CPU if k == "device" and v is not None else v for k, v in kwargs.items() if k != "pin_memory"}
+    options = {
+        k: CPU if k == "device" and v is not None else v for k, v in kwargs.items() if k != "pin_memory"
+    }
     args, options = tree_map(lambda leaf: hosts.get(id(leaf), leaf), (args, options))
     made = func(*args, **options)
 
@@ -168,16 +184,20 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return made
 
 
-def _check(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor], device: torch.device) -> None:
+def _check(
+    func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor], device: torch.device
+) -> None:
     """Raise DeviceMismatch or HostWait."""
-    name, found = func.overloadpacket, {t.device for t in tensors}
+    name = func.overloadpacket
+    found = {t.device for t in tensors}
     if name in COPIES:
         is_async = kwargs.get("non_blocking") or True in args[2:]
         if _in_step and not is_async and CPU in found | {device} and len(found | {device}) > 1:
             raise HostWait(f"{func}: a blocking copy between the host and a GPU in a step")
         return
     is_mask = name in INDICES and any(
-        isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in tree_leaves(args[1])
+        isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+        for index in tree_leaves(args[1])
     )
     if _in_step and (name in WAITS or is_mask):
         raise HostWait(f"{func}: the host waits for {device} in a step")
@@ -246,7 +266,8 @@ class _CudaEvent:
 class _CudaStream:
     """torch.cuda.Stream without an order: operations end at once."""
 
-    stream_id, device_type = 0, 1
+    stream_id = 0
+    device_type = 1
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = _current()
@@ -325,7 +346,9 @@ _ACCELERATOR: dict[str, Any] = {
 }
 #: DataParallel's copies between GPUs.
 _COMM: dict[str, Any] = {
-    "scatter": lambda x, to, *_: tuple(part.to(_gpu(n)) for part, n in zip(x.chunk(len(to)), to, strict=False)),
+    "scatter": lambda x, to, *_: tuple(
+        part.to(_gpu(n)) for part, n in zip(x.chunk(len(to)), to, strict=False)
+    ),
     "broadcast_coalesced": lambda tensors, to, *_: [[t.to(_gpu(n)) for t in tensors] for n in to],
     "gather": lambda tensors, dim, to: torch.cat([t.to(_gpu(to)) for t in tensors], dim),
     "reduce_add_coalesced": lambda copies, to: [

@@ -67,7 +67,9 @@ SMALL = 1 << 20  # bytes of a tensor that is zeroed
 GENERATED = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)
 LAUNCHES = re.compile(r"\b(triton_[a-z]+)_\w*?\.run\(")
 OTHERS = re.compile(r"(?:= |^ +)(extern_kernels\.\w+|torch\.ops\.[\w.]+)\((.*)$", re.MULTILINE)
-MASK = re.compile(r"\[(True|False), (True|False), (True|False)\]")  # of the gradients that a convolution makes
+MASK = re.compile(
+    r"\[(True|False), (True|False), (True|False)\]"
+)  # of the gradients that a convolution makes
 KINDS = {"triton_poi": "pointwise", "triton_red": "reduction", "triton_per": "reduction"}
 MULTIPLICATIONS = ("convolution", "mm", "addmm", "bmm", "baddbmm", "attention")
 
@@ -161,7 +163,9 @@ def lower(graph: Graph) -> Lowered:
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         with mode:
             inputs = [
-                torch.empty_strided(i.shape, i.stride(), dtype=i.dtype, device=CUDA) if isinstance(i, Tensor) else i
+                torch.empty_strided(i.shape, i.stride(), dtype=i.dtype, device=CUDA)
+                if isinstance(i, Tensor)
+                else i
                 for i in graph.inputs
             ]
         for node in module.graph.nodes:
@@ -188,16 +192,22 @@ def lower(graph: Graph) -> Lowered:
 
 def _node(node: Any) -> Node:
     origins = [origin for part in node.get_nodes() for origin in part.node.get_origins()]
-    names = dict.fromkeys(str(o.target).removeprefix("aten.").removeprefix("prims.").split(".")[0] for o in origins)
+    names = dict.fromkeys(
+        str(o.target).removeprefix("aten.").removeprefix("prims.").split(".")[0] for o in origins
+    )
     size = node.get_nodes()[-1].node.maybe_get_size() or _sizes(origins[-1].meta["val"])
     traces = "".join(str(o.meta.get("stack_trace", "")) for o in origins)
     where = "/trainer/losses/" in traces and "/trainer/models/" not in traces
-    return Node(node.get_read_write_buffers_sizes(), f"{' '.join(names)} -> {'x'.join(map(str, size))}", where)
+    return Node(
+        node.get_read_write_buffers_sizes(), f"{' '.join(names)} -> {'x'.join(map(str, size))}", where
+    )
 
 
 def _sizes(made: Any) -> Any:
     """Return the shape of the first of some results."""
-    return next((each.shape for each in torch.utils._pytree.tree_leaves(made) if isinstance(each, Tensor)), ())
+    return next(
+        (each.shape for each in torch.utils._pytree.tree_leaves(made) if isinstance(each, Tensor)), ()
+    )
 
 
 def kernels_of(code: str) -> dict[str, int]:
@@ -244,8 +254,12 @@ def usage_of(cubin: bytes, folder: Path) -> Usage:
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
     dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([dump, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
-    words = dict(word.split(":")[:2] for word in text.split() if word.startswith(("REG:", "STACK:", "LOCAL:")))
+    text = subprocess.run(
+        [dump, "--dump-resource-usage", path], capture_output=True, text=True, check=True
+    ).stdout
+    words = dict(
+        word.split(":")[:2] for word in text.split() if word.startswith(("REG:", "STACK:", "LOCAL:"))
+    )
     return Usage(int(words["REG"]), max(int(words["STACK"]), int(words["LOCAL"])))
 
 

@@ -23,9 +23,23 @@ from trainer.losses.anchored import AnchorTargets, DetectionLoss
 
 META = torch.device("meta")
 #: Operations that launch no kernel.
-VIEWS = ("view", "reshape", ".t.", "transpose", "permute", "expand", "select", "slice", "squeeze", "detach", "alias")
+VIEWS = (
+    "view",
+    "reshape",
+    ".t.",
+    "transpose",
+    "permute",
+    "expand",
+    "select",
+    "slice",
+    "squeeze",
+    "detach",
+    "alias",
+)
 VIEWS += ("split", "unbind", "as_strided", "empty")
-ANCHORS = np.array([[[1.25, 1.625], [2, 3.75], [4.125, 2.875]]] * 3, np.float32)  # meta tensors have no values
+ANCHORS = np.array(
+    [[[1.25, 1.625], [2, 3.75], [4.125, 2.875]]] * 3, np.float32
+)  # meta tensors have no values
 
 
 class Launches(TorchDispatchMode):

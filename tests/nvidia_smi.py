@@ -61,12 +61,16 @@ def gpus(count: int) -> list[Gpu]:
     return [Gpu(f"GPU-{str(number) * 8}-3b02-0be4-1c5c-f43f06c4a1c4") for number in range(count)]
 
 
-def install(folder: Path, found: list[Gpu], driver: str = "580.82.07", broken: str = "", code: int = 18) -> Path:
+def install(
+    folder: Path, found: list[Gpu], driver: str = "580.82.07", broken: str = "", code: int = 18
+) -> Path:
     """Write the program into a folder for PATH, and return the folder.
 
     A program with a failing driver prints `broken`, and exits with `code`.
     """
-    machine = json.dumps({"gpus": [asdict(gpu) for gpu in found], "driver": driver, "broken": broken, "code": code})
+    machine = json.dumps(
+        {"gpus": [asdict(gpu) for gpu in found], "driver": driver, "broken": broken, "code": code}
+    )
     folder.mkdir(exist_ok=True)
     program = folder / "nvidia-smi"
     program.write_text(f"#!{sys.executable} -IS\n" + _PROGRAM.format(machine=machine))

@@ -18,7 +18,9 @@ import urllib.request
 def wait_until_it_runs(clusterctl, job, ranks=2):
     """Wait until each rank has printed a line."""
     until = time.time() + 60
-    while not all(f"tick 1: rank {rank} of" in (text := clusterctl.run("logs", job)[1]) for rank in range(ranks)):
+    while not all(
+        f"tick 1: rank {rank} of" in (text := clusterctl.run("logs", job)[1]) for rank in range(ranks)
+    ):
         assert time.time() < until, text
         time.sleep(0.5)
 
@@ -28,11 +30,15 @@ def check_exec(clusterctl, job, nodes):
         7, "exec", job, "--node", "1", "--", "sh", "-c", 'echo "rank $PET_NODE_RANK at $(pwd -P)"; exit 7'
     )
     assert re.fullmatch(r"rank 1 at /\S*\n", text), text
-    text = clusterctl.expect(0, "exec", job, "--all", "--", "sh", "-c", "echo $CLUSTER_ATTEMPT $CLUSTER_JOB_ID")
+    text = clusterctl.expect(
+        0, "exec", job, "--all", "--", "sh", "-c", "echo $CLUSTER_ATTEMPT $CLUSTER_JOB_ID"
+    )
     assert sorted(text.splitlines()) == [f"{node} | 1 {job}" for node in nodes], text
     words = [sys.executable, "-m", "cluster", "exec", job, "--", "sh", "-c", "wc -c; echo wrong >&2"]
     data = bytes(range(256)) * 1000
-    done = subprocess.run(words, input=data, capture_output=True, cwd=clusterctl.folder, env=clusterctl.env, check=True)
+    done = subprocess.run(
+        words, input=data, capture_output=True, cwd=clusterctl.folder, env=clusterctl.env, check=True
+    )
     assert done.stdout.strip() == b"256000"
     assert b"wrong" in done.stderr
 
@@ -71,12 +77,16 @@ def check_cp(clusterctl, job, nodes):
     assert clusterctl.run("exec", job, "--node", "1", "--", "sh", "-c", grow)[0] == 0
     clusterctl.expect(0, "cp", f"{job}:log", str(into), "--node", "1")
     assert (into / "log").read_text().startswith("1\n2\n")
-    assert clusterctl.run("exec", job, "--node", "1", "--", "sh", "-c", 'rm "$CLUSTER_RUN_DIR/made/grows"')[0] == 0
+    assert (
+        clusterctl.run("exec", job, "--node", "1", "--", "sh", "-c", 'rm "$CLUSTER_RUN_DIR/made/grows"')[0]
+        == 0
+    )
 
 
 def check_cp_targets(clusterctl, job, into):
     """As with docker cp: a new name, a file that is replaced, a folder that is merged, and what does not fit."""
-    file, own = into / "made/deep/a file", into / "made/own"
+    file = into / "made/deep/a file"
+    own = into / "made/own"
     own.touch()
     file.write_text("old")
     clusterctl.expect(0, "cp", f"{job}:made", str(into), "--node", "1")
@@ -111,7 +121,8 @@ def check_port_forward(clusterctl, job, nodes, python):
     forward = clusterctl.start("port-forward", job, f"{port + 1}:{port}", "--node", "1")
     try:
         assert (
-            forward.stdout.readline() == f"http://localhost:{port + 1} is port {port} of {nodes[1]} (Ctrl-C to end)\n"
+            forward.stdout.readline()
+            == f"http://localhost:{port + 1} is port {port} of {nodes[1]} (Ctrl-C to end)\n"
         )
         until = time.time() + 30
         while True:
@@ -122,7 +133,11 @@ def check_port_forward(clusterctl, job, nodes, python):
                 assert time.time() < until, "the forwarded port does not answer"
                 time.sleep(0.3)
         assert b"a%20file" in page
-        fetch = [sys.executable, "-c", "import sys, urllib.request as r; print(len(r.urlopen(sys.argv[1]).read()))"]
+        fetch = [
+            sys.executable,
+            "-c",
+            "import sys, urllib.request as r; print(len(r.urlopen(sys.argv[1]).read()))",
+        ]
         fetch.append(f"http://127.0.0.1:{port + 1}/made/deep/a%20file")
         fetches = [subprocess.Popen(fetch, stdout=subprocess.PIPE, text=True) for _ in range(4)]
         assert [process.communicate(timeout=60)[0] for process in fetches] == ["588895\n"] * 4
@@ -143,9 +158,12 @@ class Terminal:
         if pid == 0:
             os.chdir(clusterctl.folder)
             os.execve(
-                sys.executable, [sys.executable, "-m", "cluster", *arguments], {**clusterctl.env, "TERM": "xterm"}
+                sys.executable,
+                [sys.executable, "-m", "cluster", *arguments],
+                {**clusterctl.env, "TERM": "xterm"},
             )
-        self.pid, self.text = pid, ""
+        self.pid = pid
+        self.text = ""
         self.resize(*size)
 
     def resize(self, rows, columns):

@@ -17,7 +17,8 @@ from trainer.engine.events import Events
 from trainer.engine.signals import Stopped
 from trainer.errors import TrainerError
 
-EXIT_HANGUP, EXIT_INTERRUPTED = 129, 130
+EXIT_HANGUP = 129
+EXIT_INTERRUPTED = 130
 EXIT_LIMIT_S = 10.0  # for the exit functions of all libraries
 # Errors of gloo and NCCL after another rank has exited or does not answer.
 _GLOO = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
@@ -76,7 +77,8 @@ def _choose_caches() -> None:
 
     Where no cache folder can be written, the libraries choose.
     """
-    of_user, of_node = cache_folders.of_user(), cache_folders.of_node()
+    of_user = cache_folders.of_user()
+    of_node = cache_folders.of_node()
     if of_node:
         # An image may bring downloads in its user's cache folder.
         if "HF_HOME" not in os.environ and not (of_user / "huggingface").exists():
@@ -170,7 +172,9 @@ def _fail(message: str, hint: str, code: int, *, echo: bool = False) -> NoReturn
 def _emit_failure(error: str, hint: str, exit_code: int, *, echo: bool = False) -> None:
     rank = os.environ.get("RANK", "0")
     number = int(rank) if rank.isdigit() else 0
-    Events(os.environ).emit(contract.FAILED, rank=number, error=error, hint=hint, exit_code=exit_code, echo=echo)
+    Events(os.environ).emit(
+        contract.FAILED, rank=number, error=error, hint=hint, exit_code=exit_code, echo=echo
+    )
 
 
 if __name__ == "__main__":

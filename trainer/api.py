@@ -49,7 +49,11 @@ class Result:
 
 
 def train(
-    *, device: str | int | Sequence[int] = "", ranks: int | None = None, callback: str | Callback = "", **options: Any
+    *,
+    device: str | int | Sequence[int] = "",
+    ranks: int | None = None,
+    callback: str | Callback = "",
+    **options: Any,
 ) -> Result:
     """Train like `trainer train`, with its options as keywords (`cos_lr=True`, `batch=64`), and return the result.
 
@@ -62,14 +66,18 @@ def train(
         options: `data` and `cfg` also accept a function of an importable module
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        raise TrainerError("train() starts its own ranks, but RANK is set", "start the program without torchrun")
+        raise TrainerError(
+            "train() starts its own ranks, but RANK is set", "start the program without torchrun"
+        )
     devices = str(device) if isinstance(device, (str, int)) else _text(list(device))
     count = ranks_of(devices, options.get("parallel", DEFAULT_STRATEGY)) if ranks is None else ranks
     if count < 1:
         raise TrainerError(f"ranks must be 1 or more, not {ranks}")
     local_callback = callback if isinstance(callback, Callback) else None
     options |= {"device": devices, "callback": "" if local_callback else callback}
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTER_")} | {contract.JOB_ID: JOB}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTER_")} | {
+        contract.JOB_ID: JOB
+    }
     events = _EventReader(local_callback)
     failed = run_ranks(["train", *_arguments(options)], local_ranks(count), environment, events.line)
     events.screen.end_epoch()
@@ -109,7 +117,8 @@ def _arguments(options: Mapping[str, Any]) -> list[str]:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             raise TrainerError(
-                f"train() has no option {name!r}", f"did you mean {near[0]!r}?" if near else "see: trainer train --help"
+                f"train() has no option {name!r}",
+                f"did you mean {near[0]!r}?" if near else "see: trainer train --help",
             )
         if value is True:
             arguments.append(option_of(name))
@@ -126,10 +135,12 @@ def _text(value: Any) -> str:
 
 def _import_path(value: Callable[..., Any]) -> str:
     """Return the import path of a function or class, for the ranks' processes."""
-    module, name = value.__module__, value.__qualname__
+    module = value.__module__
+    name = value.__qualname__
     if module == "__main__" or "<" in name:
         raise TrainerError(
-            f"the ranks cannot import {name} from {module}", "define it at the top level of a module next to this file"
+            f"the ranks cannot import {name} from {module}",
+            "define it at the top level of a module next to this file",
         )
     return f"{module}:{name}"
 

@@ -56,7 +56,8 @@ COLLECTED_ENDING = ".collected"
 
 #: The trainer's files in a run directory: its newest checkpoint, and the one before, for the case that it is damaged.
 #: The launcher copies them to a job's new machines.
-LAST_CHECKPOINT, PREVIOUS_CHECKPOINT = "last.pt", "previous.pt"
+LAST_CHECKPOINT = "last.pt"
+PREVIOUS_CHECKPOINT = "previous.pt"
 #: The trainer's commands, of which the first one is the default.
 COMMANDS = ("train", "val", "predict", "export", "info", "hyp", "verify", "profile", "data", "bench", "yolo")
 #: The trainer's options whose value is a file or folder if it contains a '/': the launcher brings it to the nodes.

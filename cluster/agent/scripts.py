@@ -60,7 +60,10 @@ def bash(name: str, /, *words: str, **values: Value) -> list[str]:
 
 def variables(**values: Value) -> str:
     """Return one line per variable that sets it to a text or number, or to an array of texts."""
-    quoted = {name: shlex.quote(str(v)) if isinstance(v, str | int) else f"({line(v)})" for name, v in values.items()}
+    quoted = {
+        name: shlex.quote(str(v)) if isinstance(v, str | int) else f"({line(v)})"
+        for name, v in values.items()
+    }
     return "".join(f"{name}={value}\n" for name, value in quoted.items())
 
 
@@ -69,7 +72,8 @@ def archive() -> bytes:
     """Return agent.pyz, the agent as an archive that Python runs. Without dates, equal sources give equal bytes."""
     import zipfile
 
-    folder, file = _PACKAGE / "agent" / "app", io.BytesIO()
+    folder = _PACKAGE / "agent" / "app"
+    file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as made:
         for path in sorted(folder.rglob("*.py")):
             entry = zipfile.ZipInfo(path.relative_to(folder).as_posix())
@@ -94,4 +98,6 @@ def line(words: Sequence[str]) -> str:
 
 def csv(fields: Sequence[str]) -> str:
     """Return one line of CSV, the syntax of `--mount`: a path may contain ':', ',' and quotes."""
-    return ",".join('"' + field.replace('"', '""') + '"' if set(field) & set(',"\n') else field for field in fields)
+    return ",".join(
+        '"' + field.replace('"', '""') + '"' if set(field) & set(',"\n') else field for field in fields
+    )

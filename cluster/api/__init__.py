@@ -52,13 +52,17 @@ class Launched:
         from cluster.supervisor import display, job_end, report, supervisor
 
         records = JobStore()
-        attempt, refusal = supervisor.Supervisor(self._record, records, display.Display(), self._secrets).run()
+        attempt, refusal = supervisor.Supervisor(
+            self._record, records, display.Display(), self._secrets
+        ).run()
         outcome, problems = job_end.finish(attempt, records)
         _note(*problems)
         view = attempt.view
         scored = view.done or view.metric
         record = records.load(self.name)
-        why = "; ".join(text for text in (report.cause(view, attempt.verdict) or record.detail, refusal) if text)
+        why = "; ".join(
+            text for text in (report.cause(view, attempt.verdict) or record.detail, refusal) if text
+        )
         return JobResult(outcome, record.exit_code, why, scored.as_json() if scored else None)
 
     def state(self) -> str:

@@ -114,14 +114,20 @@ class ClusterctlExecutor(core.Executor):
         return [self._launch(each) for each in delayed_submissions]
 
     def _launch(self, delayed: utils.DelayedSubmission) -> ClusterctlJob:
-        options, function = dict(self.parameters), delayed.function
+        options = dict(self.parameters)
+        function = delayed.function
         settings = [*options.pop("settings", ())]
-        for key, form in {"timeout_min": "time={}", "mem_gb": "mem={}G", "cpus_per_task": "cpus-per-task={}"}.items():
+        for key, form in {
+            "timeout_min": "time={}",
+            "mem_gb": "mem={}G",
+            "cpus_per_task": "cpus-per-task={}",
+        }.items():
             if (value := options.pop(key, None)) is not None:
                 settings.append(form.format(value))
         name = f"{options.pop('name', 'submitit')}-{uuid.uuid4().hex[:8]}"
         mounts = [*options.pop("mounts", ())]
-        backend, machines = options.pop("backend", "auto"), options.pop("inventory", None)
+        backend = options.pop("backend", "auto")
+        machines = options.pop("inventory", None)
         machines = api.machines(machines, backend)
         if isinstance(function, submitit.helpers.CommandFunction):
             command = shlex.join(["--no-python", *map(str, (*function.command, *delayed.args))])
@@ -134,12 +140,19 @@ class ClusterctlExecutor(core.Executor):
             command = shlex.join(["-m", "submitit.core._submit", str(self.folder)])
             options["env"] = (*options.get("env", ()), "SUBMITIT_EXECUTOR=clusterctl")
         launched = api.launch(
-            name=name, command=command, backend=backend, inventory=machines, mounts=mounts, settings=settings, **options
+            name=name,
+            command=command,
+            backend=backend,
+            inventory=machines,
+            mounts=mounts,
+            settings=settings,
+            **options,
         )
         is_command = isinstance(function, submitit.helpers.CommandFunction)
         tasks = 1 if is_command else launched.world_size
         job = self.job_class(self.folder, job_id=name, tasks=list(range(tasks)))
-        job.launched, job.is_command = launched, is_command
+        job.launched = launched
+        job.is_command = is_command
         return job
 
 

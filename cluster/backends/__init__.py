@@ -16,7 +16,10 @@ _TABLE = {
     "local": ("cluster.backends.hosts:LocalBackend", "processes on this machine"),
     "ssh": ("cluster.backends.hosts:SshBackend", "the machines of the inventory"),
     "slurm": ("cluster.backends.slurm:SlurmBackend", "a Slurm cluster"),
-    "kubernetes": ("cluster.backends.kubernetes:KubernetesBackend", "the Kubernetes cluster of your kubeconfig"),
+    "kubernetes": (
+        "cluster.backends.kubernetes:KubernetesBackend",
+        "the Kubernetes cluster of your kubeconfig",
+    ),
 }
 
 

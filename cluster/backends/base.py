@@ -66,7 +66,12 @@ class Backend(Traits, abc.ABC):
         """Start all nodes, or stop the started ones and raise LaunchError; `secrets` are the values by name."""
 
     def send_files(
-        self, job: Job, plan: Plan, sizes: Mapping[str, int] | None, earlier: Sequence[str], report: files.Report
+        self,
+        job: Job,
+        plan: Plan,
+        sizes: Mapping[str, int] | None,
+        earlier: Sequence[str],
+        report: files.Report,
     ) -> list[str]:
         """Copy the working directory to the machines that lack it, before an attempt. Return sentences for the user.
 
@@ -129,7 +134,9 @@ class Backend(Traits, abc.ABC):
     #: The engines whose containers its jobs may leave on a machine.
     engines: Sequence[str] = tuple(ENGINES)
 
-    def jobs_on(self, inventory: Inventory, supervised: Collection[str]) -> dict[str, list[FoundJob] | ClusterError]:
+    def jobs_on(
+        self, inventory: Inventory, supervised: Collection[str]
+    ) -> dict[str, list[FoundJob] | ClusterError]:
         """Return what its jobs have on each machine, found without records, or why a machine does not answer.
 
         `supervised` are the launch IDs of jobs that a launcher on this machine follows: they are no orphans, also while
@@ -172,7 +179,9 @@ class Backend(Traits, abc.ABC):
 
         Raises ClusterError.
         """
-        raise UsageError(f"--backend {self.name}: nothing to find", "name the machines: clusterctl init gpu-a gpu-b")
+        raise UsageError(
+            f"--backend {self.name}: nothing to find", "name the machines: clusterctl init gpu-a gpu-b"
+        )
 
     def user(self) -> str:
         """Return the UID:GID in a container that is this user on the host."""

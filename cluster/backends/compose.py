@@ -54,7 +54,9 @@ AGENT = "/agent"
 class ComposeBackend(Backend):
     """One container per node on the engine of this machine."""
 
-    name, machines, in_containers = "compose", "here", True
+    name = "compose"
+    machines = "here"
+    in_containers = True
     supports = frozenset({"--image", "--mount", "--build", "--wait", "--run-option", "unequal nodes"})
     refusals: ClassVar[Mapping[str, str]] = {"--prologue": NO_NODE_SHELL}
     engines = (DOCKER.name,)
@@ -65,7 +67,19 @@ class ComposeBackend(Backend):
         made = Plan(job, attempt, self.name, nodes, nodes[0].name, port)
         file = f"{made.attempt_dir}/compose.yaml"
         agent = f"{job.build}/cluster/agent/app" if job.build else f"{made.attempt_dir}/agent.pyz"
-        up = ("docker", "compose", "-p", job.name, "-f", file, "--project-directory", ".", "up", "-d", "--no-build")
+        up = (
+            "docker",
+            "compose",
+            "-p",
+            job.name,
+            "-f",
+            file,
+            "--project-directory",
+            ".",
+            "up",
+            "-d",
+            "--no-build",
+        )
         text = render(job, nodes, attempt=attempt, port=port, agent=agent)
         return replace(made, steps=(Step("this machine", {file: text}, up, agent=agent),))
 
@@ -84,7 +98,9 @@ class ComposeBackend(Backend):
         if job.gpus:
             (here,) = plan.machines
             report = LocalShell().run(preflight.command(plan, here)).out.splitlines()
-            preflight.refuse([*preflight.problems(plan, here, report), *preflight.conflicts(plan, here, report)])
+            preflight.refuse(
+                [*preflight.problems(plan, here, report), *preflight.conflicts(plan, here, report)]
+            )
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
         """Lock the GPUs and start the project; stop it again if a container does not start.
@@ -131,9 +147,15 @@ class ComposeBackend(Backend):
         names = [f"{plan.job_id}-{node.name}" for plan in plans for node in plan.nodes]
         found = self._docker("inspect", "--type", "container", *names)
         if found.code and "no such container" not in found.err.lower():
-            return [UnreachableError(f"this machine: docker inspect: {found.last_line}", "docker info") for _ in plans]
+            return [
+                UnreachableError(f"this machine: docker inspect: {found.last_line}", "docker info")
+                for _ in plans
+            ]
         states = {
-            (container["Name"].lstrip("/"), (container["Config"]["Labels"] or {}).get(contract.LAUNCH_ID)): container
+            (
+                container["Name"].lstrip("/"),
+                (container["Config"]["Labels"] or {}).get(contract.LAUNCH_ID),
+            ): container
             for container in json.loads(found.out or "[]")
         }
 
@@ -164,7 +186,13 @@ class ComposeBackend(Backend):
         status = next(each for each in self.observe(record.plan) if each.node == node.name)
         if status.phase in ("exited", "lost"):
             raise UsageError(f"{node.name}: its ranks have exited")
-        words = ["docker", "exec", "--interactive", *(["--tty"] if tty else []), f"{record.plan.job_id}-{node.name}"]
+        words = [
+            "docker",
+            "exec",
+            "--interactive",
+            *(["--tty"] if tty else []),
+            f"{record.plan.job_id}-{node.name}",
+        ]
         return [*words, *script.in_setup(record.job, argv)]
 
     def problem(self) -> tuple[str, str] | None:
@@ -177,7 +205,10 @@ class ComposeBackend(Backend):
         if engine.code:
             return f"this machine: the Docker Engine does not answer: {engine.last_line}", hint
         if self._docker("compose", "version").code:
-            return "this machine: docker has no compose plugin", "install docker-compose-plugin, or --backend local"
+            return (
+                "this machine: docker has no compose plugin",
+                "install docker-compose-plugin, or --backend local",
+            )
         return None
 
     def user(self) -> str:
@@ -199,7 +230,9 @@ class ComposeBackend(Backend):
             LocalShell().run(["docker", "stop", "-t", seconds, *listed], timeout_s=grace_s + 60)
             LocalShell().run(["docker", "rm", "--force", *listed], timeout_s=60)
         until = time.monotonic() + _REMOVAL_S
-        while (left := self._labelled(label)) and time.monotonic() < until:  # another `stop` may be removing them
+        while (
+            left := self._labelled(label)
+        ) and time.monotonic() < until:  # another `stop` may be removing them
             time.sleep(0.5)
         if left:
             hint = f"docker rm -f {' '.join(left)}"
@@ -209,7 +242,8 @@ class ComposeBackend(Backend):
 
     def _others(self, plan: Plan) -> list[str]:
         """Return the containers and networks of a project with the job's name that are not the job's own."""
-        project, own = f"com.docker.compose.project={plan.job_id}", f"{contract.LAUNCH_ID}={plan.job.launch_id}"
+        project = f"com.docker.compose.project={plan.job_id}"
+        own = f"{contract.LAUNCH_ID}={plan.job.launch_id}"
         found = []
         for what, networks in (("container", False), ("network", True)):
             ours = self._labelled(own, networks=networks)
@@ -232,7 +266,8 @@ class ComposeBackend(Backend):
 def render(job: Job, nodes: Sequence[Node], *, attempt: int, port: int, agent: str) -> str:
     """Return the compose file: what all nodes share, then one service per node; `agent` is a path of this machine."""
     command = [_escaped(word) for word in (job.python, AGENT, *job.command)]
-    services, added = "", engine_options.service_keys(job.run_options)
+    services = ""
+    added = engine_options.service_keys(job.run_options)
     for rank, node in enumerate(nodes):
         own = {"container_name": f"{job.name}-{node.name}", "hostname": node.name}
         reserved = gpu_reservation(node) if job.device != "cpu" and node.gpus else {}
@@ -240,7 +275,9 @@ def render(job: Job, nodes: Sequence[Node], *, attempt: int, port: int, agent: s
             reserved["ulimits"] |= added["ulimits"]
         own |= reserved
         services += f"  {node.name}:\n    <<: *node\n{_yaml(own, 4)}"
-        services += f"    environment:\n      <<: *environment\n{_yaml(_own_environment(job, nodes, rank), 6)}"
+        services += (
+            f"    environment:\n      <<: *environment\n{_yaml(_own_environment(job, nodes, rank), 6)}"
+        )
     return (
         f"# {script.size(job)} on this machine. Written by `clusterctl plan`.\n"
         f"{_yaml({'name': job.name}, 0)}"
@@ -297,7 +334,9 @@ def _environment(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) ->
     master = (nodes[0].name, port)
     values = {
         **job.env,
-        **script.shared_environment(job, ComposeBackend.name, attempt, f"{RUNS}/{job.name}", master, _uid(job)),
+        **script.shared_environment(
+            job, ComposeBackend.name, attempt, f"{RUNS}/{job.name}", master, _uid(job)
+        ),
         contract.NODES_ON_HOST: str(job.nodes),
         **script.gpu_environment(job, gpus),
     }
@@ -338,7 +377,10 @@ def _escaped(text: str) -> str:
 
 def _status(plan: Plan, name: str, state: Mapping[str, Any] | None) -> NodeStatus:
     text = ""
-    with contextlib.suppress(OSError), inside.open_file(plan.run_dir, Path(plan.attempt_dir, f"{name}.json")) as file:
+    with (
+        contextlib.suppress(OSError),
+        inside.open_file(plan.run_dir, Path(plan.attempt_dir, f"{name}.json")) as file,
+    ):
         text = file.read(MOST_STATUS + 1).decode(errors="replace")
     agent = parse(text)
     if agent.has_exited:

@@ -96,9 +96,12 @@ class HostsBackend(Backend):
         def stop(machine: Machine) -> None:
             timeout_s = self._monitor.timeout_s(plan, machine, grace_s + 30)
             engines = [*filter(None, [RUNTIMES[machine.runtime].engine])]
-            attempt, folder = plan.attempt if only_attempt else None, attempt_dir(plan, machine)
+            attempt = plan.attempt if only_attempt else None
+            folder = attempt_dir(plan, machine)
             launch_id = plan.job.launch_id
-            processes.stop(machine, launch_id, grace_s, engines, timeout_s=timeout_s, attempt=attempt, folder=folder)
+            processes.stop(
+                machine, launch_id, grace_s, engines, timeout_s=timeout_s, attempt=attempt, folder=folder
+            )
             left.pop(machine.name)
 
         try:
@@ -109,13 +112,18 @@ class HostsBackend(Backend):
 
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
         """Return a script that enters the node's container, on its machine."""
-        return ssh_to(node.machine).command(script.exec_command(record.job, record.plan, node, argv, tty=tty), tty=tty)
+        return ssh_to(node.machine).command(
+            script.exec_command(record.job, record.plan, node, argv, tty=tty), tty=tty
+        )
 
     def _preflight(self, plan: Plan, machine: Machine, *, alone: bool = False) -> list[str]:
-        is_first, needs = machine == plan.nodes[0].machine, script.needs(plan.job, machine)
+        is_first = machine == plan.nodes[0].machine
+        needs = script.needs(plan.job, machine)
         new = plan.dir_on(machine) if machine.is_listed and plan.attempt == 1 else ""
         name = plan.job_id if plan.attempt == 1 else ""
-        master = f"{plan.master_addr}:{plan.master_port}" if machine.is_listed and not (is_first or alone) else ""
+        master = (
+            f"{plan.master_addr}:{plan.master_port}" if machine.is_listed and not (is_first or alone) else ""
+        )
         port = plan.master_port if is_first and not alone else ""
         command = preflight.command(plan, machine, new=new, name=name, master=master, port=port, needs=needs)
         done = reach(machine).run(command, timeout_s=self._monitor.timeout_s(plan, machine, 30))
@@ -139,7 +147,9 @@ class HostsBackend(Backend):
 class LocalBackend(HostsBackend):
     """The nodes are process groups on this machine."""
 
-    name, machines, in_containers = "local", "here", False
+    name = "local"
+    machines = "here"
+    in_containers = False
     engines = ()
     supports = frozenset({"--wait", "--prologue", "unequal nodes"})
 
@@ -147,7 +157,8 @@ class LocalBackend(HostsBackend):
 class SshBackend(HostsBackend):
     """Each node is a machine of cluster.yaml, reached over SSH."""
 
-    name, machines = "ssh", "listed"
+    name = "ssh"
+    machines = "listed"
     supports = frozenset(
         {"--spares", "--nodes MIN:MAX", "--image", "--mount", "--build", "--push", "--wait", "--prologue"}
     ) | {"--run-option", "unequal nodes", "image push", "sync"}

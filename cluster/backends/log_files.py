@@ -21,7 +21,9 @@ def append(plan: Plan, copy: Path, at: int, chunk: bytes) -> None:
     if not chunk:
         return
     with inside.open_file(plan.run_dir, copy, "ab") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: two processes may write a line twice
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks: two processes may write a line twice
             fcntl.flock(file, fcntl.LOCK_EX)
         written = file.seek(0, io.SEEK_END) - at
         rest = chunk[written:] if written >= 0 else b""
@@ -65,7 +67,11 @@ class Reader:
             except OSError as error:
                 if error.errno not in inside.REFUSED:
                     raise
-                lines += [] if node in self._unreadable else [(node, f"{path.name} is not read: it {error.strerror}")]
+                lines += (
+                    []
+                    if node in self._unreadable
+                    else [(node, f"{path.name} is not read: it {error.strerror}")]
+                )
                 self._unreadable.add(node)
                 continue
             self._offsets[node] += len(chunk)

@@ -163,7 +163,9 @@ class NodeMonitor:
         if self._silent_is_lost and all(not poll.statuses and poll.silent_s > LOST_AFTER_S for poll in polls):
             # No machine ever answered: rather this machine's network or keys, and the job's state is unknown.
             answers = next((poll.error for poll in polls if isinstance(poll.error, ClusterError)), None)
-            no_answer = UnreachableError(f"{plan.machines[0].name}: does not answer")  # the login may be under way
+            no_answer = UnreachableError(
+                f"{plan.machines[0].name}: does not answer"
+            )  # the login may be under way
             return UnreachableError(answers.message, answers.hint) if answers else no_answer
         return [found[node.name] for node in plan.nodes]
 
@@ -173,7 +175,9 @@ class NodeMonitor:
             now = time.monotonic()
             if now - self._forgotten_at >= _FORGET_AFTER_S:
                 self._forgotten_at = now
-                self._polls = {key: poll for key, poll in self._polls.items() if now - poll.used_at < _FORGET_AFTER_S}
+                self._polls = {
+                    key: poll for key, poll in self._polls.items() if now - poll.used_at < _FORGET_AFTER_S
+                }
                 if not self._polls:
                     self._silent.clear()
             polls = [self._polls.setdefault(key, _MachinePoll()) for key in keys]
@@ -218,7 +222,9 @@ class _MachinePoll:
     @property
     def silent_s(self) -> float:
         """The awake seconds since the machine last answered a poll or a ping; 0 if it has answered the last poll."""
-        has_answered = self._poll_thread is not None and not self._poll_thread.is_alive() and self.error is None
+        has_answered = (
+            self._poll_thread is not None and not self._poll_thread.is_alive() and self.error is None
+        )
         return 0.0 if has_answered else self._clock() - self._answered_at
 
     def unless_frozen(self, plan: Plan, status: NodeStatus) -> NodeStatus:
@@ -245,7 +251,9 @@ class _MachinePoll:
         is_broken = self.error is not None and not isinstance(self.error, SlowError)
         is_polling = self._poll_thread.is_alive() and not is_broken
         if is_polling and (self._ping_thread is None or not self._ping_thread.is_alive()):
-            self._ping_thread = threading.Thread(target=self._ping, args=(shell, self._poll_thread), daemon=True)
+            self._ping_thread = threading.Thread(
+                target=self._ping, args=(shell, self._poll_thread), daemon=True
+            )
             self._ping_thread.start()
         self._poll_thread.join(max(0.0, timeout_s - _POLL_WAIT_S))
         if self.error is not None and not isinstance(self.error, ClusterError):
@@ -263,8 +271,11 @@ class _MachinePoll:
                 if status.heartbeat != self._heartbeats.get(key, (0.0, 0.0))[0]:
                     self._heartbeats[key] = (status.heartbeat, self._polled_at)
             self.statuses = found
-            self.error, self._answered_at = None, self._polled_at
-        except Exception as error:  # `wait` raises it: a thread that just ends would look like a silent machine
+            self.error = None
+            self._answered_at = self._polled_at
+        except (
+            Exception
+        ) as error:  # `wait` raises it: a thread that just ends would look like a silent machine
             self.error = error
 
     def _ping(self, shell: Shell, poll_thread: threading.Thread) -> None:

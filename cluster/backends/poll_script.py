@@ -44,7 +44,9 @@ def poll(plan: Plan, machine: Machine, script: Script) -> Answer:
     Raises UnreachableError.
     """
     nodes = plan.nodes_on(machine)
-    copies = {node.name: Path(plan.attempt_dir, f"{node.name}.log") for node in nodes if plan.is_elsewhere(machine)}
+    copies = {
+        node.name: Path(plan.attempt_dir, f"{node.name}.log") for node in nodes if plan.is_elsewhere(machine)
+    }
     sizes = {name: copy.stat().st_size if copy.exists() else 0 for name, copy in copies.items()}
     ((lines, logs),) = _run([(plan, _words(plan, machine, script, sizes))], machine, script)
     head, found = _parsed(plan, machine, script, lines)
@@ -72,7 +74,9 @@ def poll_all(plans: Sequence[Plan], machine: Machine, script: Script) -> list[An
 def _words(plan: Plan, machine: Machine, script: Script, sizes: Mapping[str, int]) -> list[str]:
     """Return the arguments for a plan's nodes on a machine; `sizes` has the size of each log's copy."""
     folder = attempt_dir(plan, machine)
-    each = [word for node in plan.nodes_on(machine) for word in (folder, node.name, str(sizes.get(node.name, "")))]
+    each = [
+        word for node in plan.nodes_on(machine) for word in (folder, node.name, str(sizes.get(node.name, "")))
+    ]
     return [*script.words(plan, machine), *each]
 
 
@@ -84,7 +88,8 @@ def _parts(pairs: Sequence[tuple[Plan, list[str]]]) -> Iterator[list[tuple[Plan,
         own = sum(len(word) + 3 for word in words)
         if part and size + own > _MOST_WORDS:
             yield part
-            part, size = [], 0
+            part = []
+            size = 0
         part.append((plan, words))
         size += own
     if part:
@@ -104,7 +109,8 @@ def _run(
         raise UnreachableError(f"{machine.name}: {done.last_line}")
     made = []
     for (plan, _), size in zip(pairs, sizes, strict=True):
-        own, lines = lines[:size], lines[size:]
+        own = lines[:size]
+        lines = lines[size:]
         names = [node.name for node in plan.nodes_on(machine)]
         made.append((own, dict(zip(names, own[script.head + 3 :: 4], strict=True))))
     return made

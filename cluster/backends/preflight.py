@@ -6,7 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 
 from cluster.agent import scripts
-from cluster.errors import ClusterError, GpusHeldError, LaunchError, NameTakenError, PortTakenError, UsageError
+from cluster.errors import (
+    ClusterError,
+    GpusHeldError,
+    LaunchError,
+    NameTakenError,
+    PortTakenError,
+    UsageError,
+)
 from cluster.runtimes import ARCHITECTURES, DOCKER, NEWER_DRIVER, RUNTIMES, driver_problem, short_id
 from cluster.spec.image import DEFAULT_IMAGE, how_to_get
 from cluster.spec.model import Gpu, Machine, Plan
@@ -25,10 +32,20 @@ def command(plan: Plan, machine: Machine, **more: scripts.Value) -> list[str]:
     """Return the command that runs agent/check.sh on a machine; `more` are its other variables."""
     kind = RUNTIMES[machine.runtime]
     versions = kind.check(plan.job.image, plan.job.python, "-c", scripts.text("doctor/versions.py"))
-    where: dict[str, scripts.Value] = {"engine": kind.engine, "image": plan.job.image, "run_dir": machine.run_dir}
+    where: dict[str, scripts.Value] = {
+        "engine": kind.engine,
+        "image": plan.job.image,
+        "run_dir": machine.run_dir,
+    }
     what = {"device": plan.job.device, "gpus": ids(plan.gpus_on(machine)), "python": plan.job.python}
     unless_given = {**dict.fromkeys(("new", "master", "port", "name"), ""), "needs": ()}
-    values = {**where, **what, "versions": versions if plan.job.device == "cuda" else (), **unless_given, **more}
+    values = {
+        **where,
+        **what,
+        "versions": versions if plan.job.device == "cuda" else (),
+        **unless_given,
+        **more,
+    }
     bash, option, text, name = scripts.command("check", **values)
     if lines := scripts.prologue(plan.job.prologue, 'echo "prologue $1"; exit 0'):
         text = f"{scripts.exports(plan.job.env)}\n{lines}{text}"
@@ -37,24 +54,31 @@ def command(plan: Plan, machine: Machine, **more: scripts.Value) -> list[str]:
 
 def problems(plan: Plan, machine: Machine, report: Sequence[str]) -> list[UsageError]:
     """Return an error for each thing that a machine lacks."""
-    where, python = machine.name, plan.job.python
+    where = machine.name
+    python = plan.job.python
     found = []
     for line in report:
         word, _, text = line.partition(" ")
         if word == "no_rsync" and plan.is_elsewhere(machine):
-            why, hint = "rsync is not installed, so the results cannot be fetched", f"on {where}: apt-get install rsync"
+            why = "rsync is not installed, so the results cannot be fetched"
+            hint = f"on {where}: apt-get install rsync"
         elif word == "run_dir":
-            why = f"cannot write to the run directory {text}" + ("" if ": " in text else " (no space, or read-only)")
+            why = f"cannot write to the run directory {text}" + (
+                "" if ": " in text else " (no space, or read-only)"
+            )
             hint = f"in cluster.yaml, set run_dir of {where} to a folder that you can write to"
         elif word == "prologue":
-            why, hint = text, "correct --prologue, or prologue in the job file or cluster.yaml"
+            why = text
+            hint = "correct --prologue, or prologue in the job file or cluster.yaml"
         elif word == "torch" and plan.job.says_ready:
             why = f"{python} has no torch, so it cannot run a node"
             hint = "in a clone of the repository: pip install '.[trainer]'"
         elif word == "no_runtime":
-            why, hint = f"{text} is not installed", f"install it on {where}, or detect the runtime: clusterctl init"
+            why = f"{text} is not installed"
+            hint = f"install it on {where}, or detect the runtime: clusterctl init"
         elif word == "engine":
-            why, hint = f"{machine.runtime} does not answer: {text}", f"clusterctl doctor --only {where}"
+            why = f"{machine.runtime} does not answer: {text}"
+            hint = f"clusterctl doctor --only {where}"
             if "permission denied" in text:
                 hint = f"on {where}: sudo usermod -aG {machine.runtime} $USER, then log in again"
         elif word == "image" and ARCHITECTURES.get(text.split()[2], text.split()[1]) != text.split()[1]:
@@ -65,16 +89,20 @@ def problems(plan: Plan, machine: Machine, report: Sequence[str]) -> list[UsageE
             why = f"cannot reach the master at {text}"
             hint = "to see which addresses and ports work: clusterctl doctor"
         elif word == "no_image":
-            why, hint = f"no image {plan.job.image}", "to copy it from this machine, add --push to the command"
+            why = f"no image {plan.job.image}"
+            hint = "to copy it from this machine, add --push to the command"
             hint += f"; if this machine does not have it either: {how_to_get(plan.job.image, DOCKER.name)}"
             if plan.job.image != DEFAULT_IMAGE:
                 hint += f"; or on {where}: {machine.runtime} pull {plan.job.image}"
         elif word == "missing":
-            why, hint = f"{text} does not exist", machine.hint_for_missing(text)
+            why = f"{text} does not exist"
+            hint = machine.hint_for_missing(text)
         else:
             continue
         found.append(UsageError(f"{where}: {why}", hint))
-    return found + (_gpu_problems(machine.name, plan.gpus_on(machine), report) if plan.job.device == "cuda" else [])
+    return found + (
+        _gpu_problems(machine.name, plan.gpus_on(machine), report) if plan.job.device == "cuda" else []
+    )
 
 
 def _gpu_problems(where: str, gpus: Sequence[Gpu], report: Sequence[str]) -> list[UsageError]:
@@ -85,7 +113,9 @@ def _gpu_problems(where: str, gpus: Sequence[Gpu], report: Sequence[str]) -> lis
     hint = f"in cluster.yaml, correct gpus of {where}; or use --device cpu"
     absent = [gpu for gpu in gpus if gpu not in listed]
     found = [UsageError(f"{where}: no GPU {gpu}: nvidia-smi lists {here}", hint) for gpu in absent]
-    facts = dict(line.partition("=")[::2] for line in reversed(report))  # Python imports the first of two packages
+    facts = dict(
+        line.partition("=")[::2] for line in reversed(report)
+    )  # Python imports the first of two packages
     if "compat" not in facts and (why := driver_problem(facts.get("driver", ""), facts.get("cuda", ""))):
         found.append(UsageError(f"{where}: {why}", f"on {where}: {NEWER_DRIVER}"))
     return found
@@ -148,7 +178,9 @@ def gpus_held(where: str, job: str) -> GpusHeldError:
 def lost_race(plan: Plan, where: str, job: str) -> ClusterError:
     """Return the error for a node whose GPUs another job has taken since the preflight check."""
     if job == plan.job_id:  # of another launcher: its folders on the node are not this launcher's
-        return LaunchError(f"{where}: another job named {job} is using its GPUs", "choose another name: --name NAME")
+        return LaunchError(
+            f"{where}: another job named {job} is using its GPUs", "choose another name: --name NAME"
+        )
     return gpus_held(where, job)
 
 

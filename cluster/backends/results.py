@@ -46,7 +46,8 @@ def _collect(plan: Plan) -> list[str]:
     def copy_logs(machine: Machine) -> None:
         ranks = f"attempt-{plan.attempt}/ranks/{plan.nodes_on(machine)[0].name}"
         with contextlib.suppress(files.NoFolderError):  # no rank has started there
-            source, target = f"{plan.dir_on(machine)}/{ranks}", f"{plan.run_dir}/{ranks}"
+            source = f"{plan.dir_on(machine)}/{ranks}"
+            target = f"{plan.run_dir}/{ranks}"
             files.collect(machine, source, target, run_dir=plan.run_dir)
 
     copied = interruptible(lambda: parallel.each(remote, copy_logs))  # Ctrl-C ends all of these transfers
@@ -56,7 +57,9 @@ def _collect(plan: Plan) -> list[str]:
     if answering and plan.is_elsewhere(plan.nodes[0].machine):
         source = answering[0]
         copies: list[Callable[[], object]] = [
-            functools.partial(files.collect, source, plan.dir_on(source), plan.run_dir, (*NOT_RESULTS, f"/{WORKDIR}"))
+            functools.partial(
+                files.collect, source, plan.dir_on(source), plan.run_dir, (*NOT_RESULTS, f"/{WORKDIR}")
+            )
         ]
         if plan.workdir:
             copies.append(functools.partial(workdir.fetch, plan, source))

@@ -21,7 +21,8 @@ def attempt_dir(plan: Plan, machine: Machine) -> str:
 
 def step(job: Job, plan: Plan, rank: int) -> Step:
     """Return the step that runs a node's script. `job.env` does not override the contract's variables."""
-    node, machine = plan.nodes[rank], plan.nodes[rank].machine
+    node = plan.nodes[rank]
+    machine = plan.nodes[rank].machine
     values = {
         **job.env,
         contract.NODE: node.name,
@@ -34,10 +35,18 @@ def step(job: Job, plan: Plan, rank: int) -> Step:
         contract.NODE_ADDRESS: machine.address,
         **gpu_environment(job, RUNTIMES[machine.runtime].gpus(node)),
     }
-    head = f"#!/usr/bin/env bash\n# Node {rank} of {job.nodes} of the job {job.name}, attempt {plan.attempt}.\n"
+    head = (
+        f"#!/usr/bin/env bash\n# Node {rank} of {job.nodes} of the job {job.name}, attempt {plan.attempt}.\n"
+    )
     path = f"{attempt_dir(plan, machine)}/{node.name}.sh"
     text = head + _script(job, plan, node, values)
-    return Step(node.name, {path: text}, ("bash", path), needs(job, machine), f"{attempt_dir(plan, machine)}/agent.pyz")
+    return Step(
+        node.name,
+        {path: text},
+        ("bash", path),
+        needs(job, machine),
+        f"{attempt_dir(plan, machine)}/agent.pyz",
+    )
 
 
 def render_in_batch(job: Job, plan: Plan, login: Machine, finds: str) -> str:
@@ -45,7 +54,14 @@ def render_in_batch(job: Job, plan: Plan, login: Machine, finds: str) -> str:
 
     `finds` is text that sets the rank, the node's name and its GPUs.
     """
-    found = [contract.NODE, "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", contract.ATTEMPT, contract.HOSTS]
+    found = [
+        contract.NODE,
+        "PET_NODE_RANK",
+        "PET_MASTER_ADDR",
+        "PET_MASTER_PORT",
+        contract.ATTEMPT,
+        contract.HOSTS,
+    ]
     values = {
         **job.env,
         **shared_environment(job, plan.backend, 0, plan.dir_on(login), ("", 0)),
@@ -56,7 +72,9 @@ def render_in_batch(job: Job, plan: Plan, login: Machine, finds: str) -> str:
         found.append("CUDA_VISIBLE_DEVICES")
     values = {name: value for name, value in values.items() if name not in found}
     finds = f"device={job.device}\n" + finds
-    return f"# A node of the job {job.name}.\n" + _script(job, plan, Node(login.name, login), values, finds, found)
+    return f"# A node of the job {job.name}.\n" + _script(
+        job, plan, Node(login.name, login), values, finds, found
+    )
 
 
 def needs(job: Job, machine: Machine) -> tuple[str, ...]:
@@ -66,7 +84,9 @@ def needs(job: Job, machine: Machine) -> tuple[str, ...]:
 
 def _mounts(job: Job, machine: Machine) -> list[Mount]:
     """Return the job's mounts with the machine's paths: a synced folder is below `data_dir`."""
-    return [replace(mount, source=machine.mirror(mount.source)) if mount.synced else mount for mount in job.mounts]
+    return [
+        replace(mount, source=machine.mirror(mount.source)) if mount.synced else mount for mount in job.mounts
+    ]
 
 
 def payload(plan: Plan, step: Step, secrets: Mapping[str, str]) -> tuple[str, str]:
@@ -81,7 +101,9 @@ def payload(plan: Plan, step: Step, secrets: Mapping[str, str]) -> tuple[str, st
 
 def secret_exports(plan: Plan, secrets: Mapping[str, str]) -> tuple[str, str]:
     """Return the number of lines, and the shell text, that export the secrets of a plan."""
-    exported = scripts.exports({name: secrets[name] for name in plan.job.secrets}) + "\n" if plan.job.secrets else ""
+    exported = (
+        scripts.exports({name: secrets[name] for name in plan.job.secrets}) + "\n" if plan.job.secrets else ""
+    )
     return str(exported.count("\n")), exported
 
 
@@ -89,8 +111,11 @@ def _script(
     job: Job, plan: Plan, node: Node, values: Mapping[str, str], finds: str = "", found: Sequence[str] = ()
 ) -> str:
     """Return the script with the variables `values`; `finds` is text that sets the variables `found`."""
-    machine, runtime, run_dir = node.machine, RUNTIMES[node.machine.runtime], plan.dir_on(node.machine)
-    workdir, mounts = f"{run_dir}/{WORKDIR}" if job.copies_workdir else job.workdir, _mounts(job, machine)
+    machine = node.machine
+    runtime = RUNTIMES[node.machine.runtime]
+    run_dir = plan.dir_on(node.machine)
+    workdir = f"{run_dir}/{WORKDIR}" if job.copies_workdir else job.workdir
+    mounts = _mounts(job, machine)
     if not runtime.inside:
         copy = [Mount(workdir, job.workdir, read_only=False)] if job.copies_workdir else []
         folders = [run_dir, _beside(run_dir, CACHE), *([_beside(run_dir, SETUP)] if job.setup else [])]
@@ -106,19 +131,25 @@ def _script(
     if job.pass_env and not runtime.inside:
         text += f"passed=({scripts.line([pattern.rstrip('*') for pattern in job.pass_env])})\n"
     text += f"runtime={runtime.name}\n" + (f"names=({scripts.line(names)})\n" if runtime.takes_names else "")
-    return text + _entry(words) + scripts.text(*filter(None, [runtime.script]), "agent/own_folder.sh", "agent/node.sh")
+    return (
+        text
+        + _entry(words)
+        + scripts.text(*filter(None, [runtime.script]), "agent/own_folder.sh", "agent/node.sh")
+    )
 
 
 def _entry(words: Sequence[str]) -> str:
     """Return lines that set `enter` and `arguments`, the words before and after the machine's options."""
     at = words.index(scripts.OPTIONS) if scripts.OPTIONS in words else 0
-    enter, arguments = words[:at], words[at + (scripts.OPTIONS in words) :]
+    enter = words[:at]
+    arguments = words[at + (scripts.OPTIONS in words) :]
     return f"enter=({scripts.line(enter)})\narguments=({scripts.line(arguments)})\n\n"
 
 
 def exec_command(job: Job, plan: Plan, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
     """Return the command that runs `argv` in a running node's container, on its machine."""
-    machine, runtime = node.machine, RUNTIMES[node.machine.runtime]
+    machine = node.machine
+    runtime = RUNTIMES[node.machine.runtime]
     where = {"out": attempt_dir(plan, machine), "node": node.name, "engine": runtime.engine}
     text = "" if runtime.inside else scripts.prologue(job.prologue, 'echo "error: $1" >&2; exit 71')
     text += scripts.variables(inside=int(runtime.inside), **where)

@@ -31,7 +31,9 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     from rich.segment import Segment
 
     class SafeConsole(Console):
-        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        def render(
+            self, renderable: RenderableType, options: ConsoleOptions | None = None
+        ) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
                 # rich's own sequences are in `control` and `style`.
                 is_raw = segment.control or isinstance(segment.text, _LogText)

@@ -39,7 +39,8 @@ PLAIN: dict[str, Any] = {"box": None, "padding": (0, 3, 0, 0), "header_style": "
 #: Nodes whose ranks print nothing for so long get a note.
 _QUIET_S = 60.0
 #: The values that a sparkline shows, and its characters.
-_SPARKS, _BARS = 30, "▁▂▃▄▅▆▇█"
+_SPARKS = 30
+_BARS = "▁▂▃▄▅▆▇█"
 #: The live display shows the use of nodes up to this number.
 _MOST_NODES = 16
 
@@ -59,7 +60,9 @@ def joined(view: JobView, plan: Plan) -> str:
     return "   ".join([*words, seconds(view.joined_after_s or 0.0)])
 
 
-def node_table(view: JobView, plan: Plan, now: float, *, joins: bool = False, last: Seen | None = None) -> Table:
+def node_table(
+    view: JobView, plan: Plan, now: float, *, joins: bool = False, last: Seen | None = None
+) -> Table:
     """Return one row per node: phase, its duration, and a note, such as when its ranks have printed something last.
 
     While the job `joins`, the duration of a ready node is the time that it took to join. `last` is what was seen of a
@@ -78,7 +81,8 @@ def node_table(view: JobView, plan: Plan, now: float, *, joins: bool = False, la
         if node.status.silent and not joins:
             phase = Text(UNREACHABLE, _STYLES["lost"])
             if last is not None and node.name in last.phases:
-                note, duration = f"{note}; {last.phases[node.name]} before", now - last.at
+                note = f"{note}; {last.phases[node.name]} before"
+                duration = now - last.at
         table.add_row(f"  {node.name}", phase, seconds(max(0.0, duration)), Text(note))
     return table
 
@@ -88,7 +92,8 @@ def progress_line(progress: Progress, width: int) -> RenderableType:
 
     What the program did not report is left out.
     """
-    steps, step = progress.steps, progress.step or 0
+    steps = progress.steps
+    step = progress.step or 0
     epoch = "" if progress.epoch is None else f"epoch {progress.epoch}"
     words = [f"{100 * step // steps:3d} %" if steps else ""]
     if progress.loss is not None:
@@ -161,7 +166,9 @@ class UsageTable:
                 if has_gpus:
                     uses = [row.use for row in rows if row.use is not None]
                     held = [row for row in rows if row.has_memory]
-                    used, total = (sum(getattr(row, key) for row in held) for key in ("memory", "memory_total"))
+                    used, total = (
+                        sum(getattr(row, key) for row in held) for key in ("memory", "memory_total")
+                    )
                     cells += [
                         f"{sum(uses) / len(uses):.0f} %" if uses else "",
                         report.share(used, total) if held else "",
@@ -196,7 +203,8 @@ class LiveDisplay(Display):
 
     def begin(self, plan: Plan) -> None:
         """Start an attempt, which may have other nodes than the one before."""
-        self._plan, self._clock = plan, AwakeClock()
+        self._plan = plan
+        self._clock = AwakeClock()
         self._printed: dict[str, str] = {}
         self._has_joined = False
         self._usage = UsageTable()
@@ -215,7 +223,8 @@ class LiveDisplay(Display):
                 self._console.print(node_table(view, self._plan, self._clock(), joins=True))
             self.note(joined(view, self._plan) + "\n")
         if self._skips_history:  # `clusterctl logs` prints all of it
-            self._skips_history, lines = False, lines[-10:]
+            self._skips_history = False
+            lines = lines[-10:]
         for node, text in lines:
             if self._all_nodes:
                 print_log_line(self._console, f"{node:<{self._width}} | {text}")
@@ -237,7 +246,9 @@ class LiveDisplay(Display):
             return Text("")
         if self._view.joined_after_s is None:
             ready = f"{self._view.ready_count}/{len(self._view.nodes)} nodes ready"
-            return Group(node_table(self._view, self._plan, self._clock(), joins=True), Text(f"  {ready}", "dim"))
+            return Group(
+                node_table(self._view, self._plan, self._clock(), joins=True), Text(f"  {ready}", "dim")
+            )
         unanswering = [node for node in self._view.nodes if node.status.silent]
         silent = [Text(f"{node.name}: {node.status.silent}", "yellow") for node in unanswering]
         if self._view.progress is None or self._view.done is not None:

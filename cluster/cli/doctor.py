@@ -28,9 +28,12 @@ _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "failure": ("FAI
 def doctor(
     *,
     inventory: NodeOptions,
-    image: Annotated[str, option(metavar="IMAGE", help="Container image to check.  [default: the inventory's]")] = "",
+    image: Annotated[
+        str, option(metavar="IMAGE", help="Container image to check.  [default: the inventory's]")
+    ] = "",
     data: Annotated[
-        list[str], typer.Option(metavar="FOLDER", help="Folder that must be the same on all nodes. Repeatable.")
+        list[str],
+        typer.Option(metavar="FOLDER", help="Folder that must be the same on all nodes. Repeatable."),
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
     skip: Annotated[
         list[str],
@@ -77,7 +80,13 @@ def doctor(
             refuse_interrupted()
             status.update(text)
 
-        chosen: dict[str, Any] = {"image": image, "data": data, "skip": skip, "nodes": nodes or 2, "gpus": gpus or 1}
+        chosen: dict[str, Any] = {
+            "image": image,
+            "data": data,
+            "skip": skip,
+            "nodes": nodes or 2,
+            "gpus": gpus or 1,
+        }
         report = interruptible(lambda: checks.examine(machines, **chosen, supervised=supervised, say=say))
     if as_json:
         print(json.dumps({"exit_code": checks.exit_code(report.findings), **asdict(report)}, indent=1))
@@ -91,7 +100,10 @@ def _print(report: Report, out: Console) -> None:
     for finding in report.findings:
         groups.setdefault(replace(finding, node=""), []).append(finding.node)
     everywhere = len(report.nodes)
-    lines = [("all" if len(nodes) == everywhere > 1 else " ".join(nodes), finding) for finding, nodes in groups.items()]
+    lines = [
+        ("all" if len(nodes) == everywhere > 1 else " ".join(nodes), finding)
+        for finding, nodes in groups.items()
+    ]
     node_width = max((len(nodes) for nodes, _ in lines), default=0)
     check_width = max((len(finding.check) for _, finding in lines), default=0)
     for nodes, finding in lines:

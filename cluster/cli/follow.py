@@ -62,12 +62,16 @@ def follow(
         if hung_up() or not stop_on_interrupt:
             problems = leave_behind(record, records, secrets)
             between = isinstance(interrupt, supervisor.BetweenAttempts) and not records.supervisor_of(job_id)
-            state = f"is not restarted until you type: clusterctl attach {job_id}" if between else "keeps running"
+            state = (
+                f"is not restarted until you type: clusterctl attach {job_id}" if between else "keeps running"
+            )
             print_line(out, *problems, f"detached; {job_id} {state}. To stop it: clusterctl stop {job_id}")
             raise typer.Exit(interrupted()) from None
         stop_interrupted(record, records, out)
     except ClusterError as error:
-        raise type(error)(error.message, f"the job may still be running: clusterctl attach {job_id}") from error
+        raise type(error)(
+            error.message, f"the job may still be running: clusterctl attach {job_id}"
+        ) from error
     streams.outlive()
     return finish(attempt, refusal, records, out)
 
@@ -138,7 +142,8 @@ def stop_jobs(
     on_signals(kill, exit_now(out, f"exited before {what} stopped; to stop {them}: clusterctl stop {names}"))
     for record in stopping:
         if not record.outcome:
-            nodes, grace = len(record.plan.nodes), record.job.grace_s if grace_s is None else grace_s
+            nodes = len(record.plan.nodes)
+            grace = record.job.grace_s if grace_s is None else grace_s
             how = f"up to {grace:g} s for a checkpoint (Ctrl-C stops it now)" if grace else "now"
             where = f"on {nodes} node{'s' if nodes > 1 else ''}"
             print_line(out, f"stopping {record.plan.job_id} {where}: {how}")
@@ -153,7 +158,9 @@ def finish(attempt: AttemptMonitor, refusal: str, records: JobStore, out: Consol
     """Clean up after a job, print its final report and return the exit code."""
     from cluster.supervisor import job_end, report, restarts
 
-    plan, view, verdict = attempt.plan, attempt.view, attempt.verdict
+    plan = attempt.plan
+    view = attempt.view
+    verdict = attempt.verdict
     ended_at = time.time()
     outcome, problems = job_end.finish(attempt, records)
     print_line(out, *problems)
@@ -186,5 +193,7 @@ def print_outcome(record: JobRecord, out: Console) -> int:
     from cluster.supervisor import report
 
     text = f"{record.plan.job_id}: {record.outcome}" + (f" ({record.detail})" if record.detail else "")
-    print_line(out, text + (f"; see: clusterctl logs {record.plan.job_id}" if report.logs_of(record.plan) else ""))
+    print_line(
+        out, text + (f"; see: clusterctl logs {record.plan.job_id}" if report.logs_of(record.plan) else "")
+    )
     return report.EXIT_DONE if record.outcome == "done" else record.exit_code

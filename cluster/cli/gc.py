@@ -26,7 +26,9 @@ def gc(
     job: Annotated[
         str,
         option(
-            "--job", metavar="NAME", help="Remove what this job, by its name or launch ID, started, even while it runs."
+            "--job",
+            metavar="NAME",
+            help="Remove what this job, by its name or launch ID, started, even while it runs.",
         ),
     ] = "",
     yes: Annotated[bool, flag("Remove without asking.", "--yes", "-y")] = False,
@@ -55,7 +57,9 @@ def gc(
                 failed.append(found)
             else:
                 # with its name also other users' jobs, because it may be one of them that is meant
-                rows += [each for each in found if job in (each.job, each.launch_id) or (each.is_own and not job)]
+                rows += [
+                    each for each in found if job in (each.job, each.launch_id) or (each.is_own and not job)
+                ]
     for each in rows:
         state = "is running" if each.runs else "is orphaned"
         state += "" if each.is_own else f", of user {each.user}, and left alone"
@@ -83,7 +87,8 @@ def gc(
 def _confirm(question: str) -> bool:
     if not sys.stdin.isatty():
         raise UsageError(
-            "nothing was removed: gc asks first, and there is no terminal", "to remove them: clusterctl gc --yes"
+            "nothing was removed: gc asks first, and there is no terminal",
+            "to remove them: clusterctl gc --yes",
         )
     return typer.confirm(question)
 

@@ -45,12 +45,19 @@ class HelpCommand(TyperCommand):
         """Write the arguments and options, by heading."""
         params = [(param, row) for param in self.get_params(ctx) if (row := param.get_help_record(ctx))]
         is_full = self._is_full(ctx)
-        _section(formatter, "Arguments", (row for param, row in params if param.param_type_name == "argument"), is_full)
+        _section(
+            formatter,
+            "Arguments",
+            (row for param, row in params if param.param_type_name == "argument"),
+            is_full,
+        )
         options = [(_heading(param), row) for param, row in params if param.param_type_name == "option"]
         headings = list(dict.fromkeys(heading for heading, _ in options))
         for heading in sorted(headings, key=bool) if is_full else [""]:
             rows = (row for own, row in options if own == heading)
-            _section(formatter, heading or ("Common options" if len(headings) > 1 else "Options"), rows, is_full)
+            _section(
+                formatter, heading or ("Common options" if len(headings) > 1 else "Options"), rows, is_full
+            )
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the example or the tables at the end without wrapping them."""

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from cluster.spec.model import Machine
 
 IMAGE = "Container image.  [default: the inventory's, or the one that `make image` builds]"
-app = typer.Typer(help="Copy the container image to the nodes, and compare it between nodes.", no_args_is_help=True)
+app = typer.Typer(
+    help="Copy the container image to the nodes, and compare it between nodes.", no_args_is_help=True
+)
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,14 @@ def ls(*, options: ImageOptions, as_json: AsJson = False) -> None:
 @app.command(epilog="Example: clusterctl image sif /shared/me/trainer-0.1.sif")
 def sif(
     target: Annotated[
-        str, argument(help="File on the shared disk.  [default: the inventory's image, or next to its run_dir]")
+        str,
+        argument(help="File on the shared disk.  [default: the inventory's image, or next to its run_dir]"),
     ] = "",
     image: Annotated[
-        str, option(metavar="IMAGE", help="Docker image on this machine.  [default: the one that `make image` builds]")
+        str,
+        option(
+            metavar="IMAGE", help="Docker image on this machine.  [default: the one that `make image` builds]"
+        ),
     ] = "",
     inventory: InventoryFile = "",
 ) -> None:
@@ -139,7 +145,8 @@ def sif(
     target = target or (found.image if found.image.endswith(".sif") else default)
     if not target.startswith("/"):
         raise UsageError(f"{target}: not an absolute path", f"for example: /shared/{name}")
-    out, began = console(), time.monotonic()
+    out = console()
+    began = time.monotonic()
     try:
         with progress(out) as report:
             sif_file.make(login, image, target, report)

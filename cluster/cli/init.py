@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from cluster.transport.discovery import Found
 
 _DEVICES = ("auto", "cuda", "cpu", "any")
-NO_GPU = "no GPU on any node: device is cpu, jobs use CPU processes and gloo (--device cuda makes this an error)"
+NO_GPU = (
+    "no GPU on any node: device is cpu, jobs use CPU processes and gloo (--device cuda makes this an error)"
+)
 
 
 def _discoverable() -> list[str]:
@@ -38,7 +40,9 @@ def init(
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
     hostfile: Hostfile = "",
     ssh_config: SshConfig = "",
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="File to write.")] = "cluster.yaml",
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="File to write.")
+    ] = "cluster.yaml",
     force: Annotated[bool, flag("Overwrite the file.", "--force")] = False,
     device: Annotated[
         str,
@@ -48,13 +52,22 @@ def init(
         ),
     ] = "auto",
     runtime: Annotated[
-        str, typer.Option(metavar="NAME", help="docker, podman, none or auto: the first of these that a node has.")
+        str,
+        typer.Option(
+            metavar="NAME", help="docker, podman, none or auto: the first of these that a node has."
+        ),
     ] = "auto",
     run_dir: Annotated[
-        str, typer.Option(metavar="DIR", help="Where the nodes keep run directories; '~/' is the home directory there.")
+        str,
+        typer.Option(
+            metavar="DIR", help="Where the nodes keep run directories; '~/' is the home directory there."
+        ),
     ] = RUN_DIR,
     data_dir: Annotated[
-        str, typer.Option(metavar="DIR", help="Where the nodes keep synced data; '~/' is the home directory there.")
+        str,
+        typer.Option(
+            metavar="DIR", help="Where the nodes keep synced data; '~/' is the home directory there."
+        ),
     ] = DATA_DIR,
     backend: Annotated[
         str,
@@ -63,7 +76,9 @@ def init(
             "-b",
             metavar="NAME",
             help="Use the cluster of this backend instead of machines.",
-            autocompletion=lambda incomplete: [name for name in _discoverable() if name.startswith(incomplete)],
+            autocompletion=lambda incomplete: [
+                name for name in _discoverable() if name.startswith(incomplete)
+            ],
         ),
     ] = "",
     as_json: AsJson = False,
@@ -117,7 +132,9 @@ def init(
     with console(stderr=True).status(f"inspecting {len(wanted.machines)} machines"):
         found = discovery.inspect(wanted)
     chosen = cast(Device, discovery.device(found, device))
-    machines = tuple(replace(each.machine, gpus=()) if chosen == "cpu" else each.machine for each in found.values())
+    machines = tuple(
+        replace(each.machine, gpus=()) if chosen == "cpu" else each.machine for each in found.values()
+    )
     command = shlex.join(["clusterctl", "init", *hosts, *(["--hostfile", hostfile] if hostfile else [])])
     notes = {
         name: [f"{each.hostname}: {_gpus(each)}, {each.engine}, {each.free_gb:.0f} GB free", *each.notes]
@@ -129,7 +146,9 @@ def init(
         head.append("No node has a GPU that jobs may use, so they run CPU processes.")
     _write(path, schema.write(replace(wanted, device=chosen, machines=machines), notes, head))
     if as_json:
-        print(json.dumps({"file": output, "device": chosen, "nodes": [asdict(each) for each in found.values()]}))
+        print(
+            json.dumps({"file": output, "device": chosen, "nodes": [asdict(each) for each in found.values()]})
+        )
         return
     titles = ("node", "address", "GPUs", "runtime", "free", "run directory")
     table = Table(*(Column(title, overflow="fold") for title in titles), **PLAIN)
@@ -152,7 +171,9 @@ def _writable(path: Path, output: str, *, force: bool) -> Path:
         what = "a folder" if path.is_dir() else "not a regular file"
         raise UsageError(f"-o {output}: expected a file, but this is {what}", "write another file: -o FILE")
     if path.exists() and not force:
-        raise UsageError(f"{output} already exists", "write another file: -o FILE; or overwrite this one: --force")
+        raise UsageError(
+            f"{output} already exists", "write another file: -o FILE; or overwrite this one: --force"
+        )
     return path
 
 
@@ -161,7 +182,9 @@ def _of_cluster(backend: str, path: Path, device: str, *, as_json: bool) -> None
     from cluster.spec.job_text import yaml_text
 
     if backend not in BACKENDS:
-        raise UsageError(f"--backend {backend!r}: unknown backend", f"use one of: {', '.join(_discoverable())}")
+        raise UsageError(
+            f"--backend {backend!r}: unknown backend", f"use one of: {', '.join(_discoverable())}"
+        )
     if device not in _DEVICES:
         raise UsageError(f"--device {device}: unknown", f"use one of: {', '.join(_DEVICES)}")
     settings, found, notes = BACKENDS[backend].discover()

@@ -45,7 +45,11 @@ def _supervisor_of(record: JobRecord, records: JobStore) -> str:
 
 def _about(job_status: "JobStatus") -> dict[str, Any]:
     """Return what `ps` and `status` say in JSON about a job's state: times are Unix times, null if unknown."""
-    return {"last_state": job_status.last_state or None, "since": job_status.since, "reason": job_status.why or None}
+    return {
+        "last_state": job_status.last_state or None,
+        "since": job_status.since,
+        "reason": job_status.why or None,
+    }
 
 
 def _node_json(node: "NodeView", job_status: "JobStatus") -> dict[str, Any]:
@@ -72,7 +76,8 @@ def attach(job: options.JobName, logs: options.Logs = "master") -> None:
     """
     from cluster.supervisor import job_end
 
-    records, out = JobStore(), console()
+    records = JobStore()
+    out = console()
     record = records.load(job)
     if record.outcome:
         job_end.await_results(job, records)
@@ -84,7 +89,8 @@ def wait(job: options.JobName) -> None:
     """Wait silently for a job to end. The exit code is the job's."""
     from cluster.supervisor import display, job_end, supervisor
 
-    records, out = JobStore(), console()
+    records = JobStore()
+    out = console()
     record = records.load(job)
     if record.outcome:
         job_end.await_results(job, records)
@@ -129,7 +135,8 @@ def stop(
     """
     from cluster.spec.duration import seconds
 
-    records, out = JobStore(), console()
+    records = JobStore()
+    out = console()
     if every == bool(names):
         raise UsageError("give the names of jobs, or --all", "clusterctl ps lists the running jobs")
     chosen = records if every else map(records.load, dict.fromkeys(names or []))
@@ -147,7 +154,9 @@ def stop(
 
 def ps(
     as_json: options.AsJson = False,
-    every: Annotated[bool, options.flag("Include jobs that are done, failed or stopped.", "--all", "-a")] = False,
+    every: Annotated[
+        bool, options.flag("Include jobs that are done, failed or stopped.", "--all", "-a")
+    ] = False,
 ) -> None:
     """List jobs and their states.
 
@@ -166,8 +175,11 @@ def ps(
     reasons: dict[str, list[str]] = {}
     records = JobStore()
     now = time.time()
-    for job_status in job_monitor.poll_all([record for record in records if every or not record.outcome], records):
-        plan, state = job_status.record.plan, job_status.state
+    for job_status in job_monitor.poll_all(
+        [record for record in records if every or not record.outcome], records
+    ):
+        plan = job_status.record.plan
+        state = job_status.state
         shown_states[plan.job_id] = job_status.words(now)
         if problem := job_status.problem:
             reason = f"{state}: {problem}" if job_status.is_readable else problem
@@ -185,7 +197,14 @@ def ps(
     problems = [f"{_named(names)}: {reason}" for reason, names in reasons.items()]
     damaged = records.unreadable()
     for each in damaged:
-        row = {"job": each.job_id, "state": "unreadable", "backend": "", "nodes": "", "age_s": "", "supervisor": ""}
+        row = {
+            "job": each.job_id,
+            "state": "unreadable",
+            "backend": "",
+            "nodes": "",
+            "age_s": "",
+            "supervisor": "",
+        }
         rows.append(row | {"run_dir": "", "record": str(each.path), "error": each.error.message})
     if as_json:
         print(json.dumps(rows, indent=1))
@@ -193,7 +212,9 @@ def ps(
     if not rows:
         print_line(console(), "no jobs" if every else "no running jobs (to list all: clusterctl ps --all)")
         return
-    columns = [Column(title, no_wrap=True) for title in ("job", "state", "backend", "nodes", "age", "supervisor")]
+    columns = [
+        Column(title, no_wrap=True) for title in ("job", "state", "backend", "nodes", "age", "supervisor")
+    ]
     table = Table(*columns, Column("run directory", overflow="fold"), **PLAIN)
     here = ""
     with contextlib.suppress(FileNotFoundError):  # the current folder has been removed
@@ -212,24 +233,40 @@ def status(job: options.JobName, as_json: options.AsJson = False) -> None:
     from cluster.cli.display import header, node_table
     from cluster.supervisor import job_monitor, notes, report
 
-    records, now = JobStore(), time.time()
+    records = JobStore()
+    now = time.time()
     (job_status,) = job_monitor.poll_all([records.load(job)], records)
-    record, state, view = job_status.record, job_status.state, job_status.view
+    record = job_status.record
+    state = job_status.state
+    view = job_status.view
     supervisor = _supervisor_of(record, records) if job_status.is_readable else ""
     kept = notes.Reader(record.plan).lines()
     if as_json:
         nodes = [_node_json(node, job_status) for node in view.nodes]
         metric = view.metric and view.metric.as_json()
-        about = {"job": job, "state": state, **_about(job_status), "detail": record.detail, "commit": record.commit}
-        print(json.dumps({**about, "supervisor": supervisor, "notes": kept, "nodes": nodes, "metric": metric}))
+        about = {
+            "job": job,
+            "state": state,
+            **_about(job_status),
+            "detail": record.detail,
+            "commit": record.commit,
+        }
+        print(
+            json.dumps({**about, "supervisor": supervisor, "notes": kept, "nodes": nodes, "metric": metric})
+        )
         return
     out = console()
     commit = record.commit and f"commit: {record.commit}"
     reason = job_status.problem
-    print_line(out, *filter(None, (f"{header(record.plan)}   {job_status.words(now)}", reason, record.detail, commit)))
+    print_line(
+        out,
+        *filter(None, (f"{header(record.plan)}   {job_status.words(now)}", reason, record.detail, commit)),
+    )
     if not record.outcome:
         is_alone = supervisor == _NO_SUPERVISOR
-        hint = f" (not restarted after a failure; to change that: clusterctl attach {job})" if is_alone else ""
+        hint = (
+            f" (not restarted after a failure; to change that: clusterctl attach {job})" if is_alone else ""
+        )
         print_line(out, f"supervisor: {supervisor}{hint}")
         out.print(node_table(view, record.plan, now, last=job_status.last))
     if view.metric is not None:
@@ -249,7 +286,8 @@ def logs(
     from cluster.supervisor import attempt_monitor, job_monitor, notes, session
 
     monitor = job_monitor.JobMonitor(job, JobStore())
-    plan, kept = monitor.record.plan, notes.Reader(monitor.record.plan)
+    plan = monitor.record.plan
+    kept = notes.Reader(monitor.record.plan)
     wanted = session.node_named(monitor.record, node).name if node else ""
     width = max(len(each.name) for each in plan.nodes)
     try:
@@ -285,7 +323,9 @@ def top(
     from cluster.cli.display import UsageTable, header
     from cluster.supervisor import job_monitor
 
-    monitor, usage, out = job_monitor.JobMonitor(job, JobStore()), UsageTable(), console()
+    monitor = job_monitor.JobMonitor(job, JobStore())
+    usage = UsageTable()
+    out = console()
     if outcome := monitor.record.outcome:
         raise UsageError(f"{job} is not running: {outcome}", f"to see how it ended: clusterctl status {job}")
 
@@ -297,13 +337,19 @@ def top(
         view = monitor.view
         images_per_s = view.progress.images_per_s if view.progress else None
         speed = "" if images_per_s is None else f"   {images_per_s:.0f} images/s"
-        return Group(f"{header(monitor.record.plan)}{speed}   {usage.spark('images_per_s')}", usage.table(view))
+        return Group(
+            f"{header(monitor.record.plan)}{speed}   {usage.spark('images_per_s')}", usage.table(view)
+        )
 
     sample()
     if as_json:
         view = monitor.view
         nodes = [
-            {"node": node.name, "phase": node.phase, "usage": node.status.usage and node.status.usage.as_json()}
+            {
+                "node": node.name,
+                "phase": node.phase,
+                "usage": node.status.usage and node.status.usage.as_json(),
+            }
             for node in view.nodes
         ]
         print(json.dumps({"job": job, "nodes": nodes, "progress": view.progress and view.progress.as_json()}))
@@ -322,7 +368,9 @@ def top(
 
 
 def serve(
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 means all.")] = "localhost",
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 means all.")
+    ] = "localhost",
     port: Annotated[
         int, typer.Option("--port", "-p", min=0, max=65535, help="Port to listen on; 0 picks a free port.")
     ] = 8265,
@@ -347,12 +395,18 @@ def serve(
         except ImportError:
             raise UsageError("--metrics needs prometheus-client", "pip install prometheus-client") from None
     token = os.environ.get("CLUSTERCTL_TOKEN") or secrets.token_urlsafe(24)
-    if not re.fullmatch(r"[\w.~-]{16,}", token, re.ASCII):  # it is not shown, because this one may be a secret, too
+    if not re.fullmatch(
+        r"[\w.~-]{16,}", token, re.ASCII
+    ):  # it is not shown, because this one may be a secret, too
         hint = "python3 -c 'import secrets; print(secrets.token_urlsafe())' prints one"
         raise UsageError("CLUSTERCTL_TOKEN: expected at least 16 letters, digits and -._~", hint)
     try:
         server = Server((host, port), JobStore(), token, has_metrics=metrics)
-    except (OSError, UnicodeError, TypeError) as error:  # no host name: not UTF-8, or a label that is too long
+    except (
+        OSError,
+        UnicodeError,
+        TypeError,
+    ) as error:  # no host name: not UTF-8, or a label that is too long
         why = getattr(error, "strerror", None) or "this is not a host name"
         raise UsageError(
             f"cannot listen on {host}:{port}: {why}", "choose another port; --port 0 picks a free port"

@@ -116,9 +116,14 @@ def launch(
         ),
     ] = False,
     wait: Annotated[
-        str, option(metavar="TIME", help="Wait up to TIME (90s, 30m, 2h) for free GPUs, first come, first served.")
+        str,
+        option(
+            metavar="TIME", help="Wait up to TIME (90s, 30m, 2h) for free GPUs, first come, first served."
+        ),
     ] = "",
-    push: Annotated[bool, options.flag("First copy the container image to the nodes that lack it.", "--push")] = False,
+    push: Annotated[
+        bool, options.flag("First copy the container image to the nodes that lack it.", "--push")
+    ] = False,
 ) -> None:
     """Start a job on all nodes and follow its log until it ends. Ctrl-C stops the job on every node.
 
@@ -176,8 +181,11 @@ def _submit_array(prepared: _Prepared, starter: Launcher, out: Console) -> None:
     submitted = starter.launch_array(prepared.jobs, prepared.site.backend, prepared.options.array_limit)
     notes = [*prepared.notes, *launcher.visible_secrets(starter.secrets)]
     notes += BACKENDS[prepared.site.backend].notes(prepared.jobs[0])
-    first, last = submitted[0].plan.job_id, submitted[-1].plan.job_id
-    print_line(out, *notes, f"submitted {len(submitted)} jobs: {first} to {last}; to list them: clusterctl ps")
+    first = submitted[0].plan.job_id
+    last = submitted[-1].plan.job_id
+    print_line(
+        out, *notes, f"submitted {len(submitted)} jobs: {first} to {last}; to list them: clusterctl ps"
+    )
 
 
 def _provide_image(prepared: _Prepared, push: bool, out: Console) -> None:
@@ -200,7 +208,9 @@ def _provide_image(prepared: _Prepared, push: bool, out: Console) -> None:
         parallel.together(push_to(in_containers, job.image, out))
 
 
-def _start(prepared: _Prepared, starter: Launcher, wait_s: float | None, out: Console) -> tuple[JobRecord, list[str]]:
+def _start(
+    prepared: _Prepared, starter: Launcher, wait_s: float | None, out: Console
+) -> tuple[JobRecord, list[str]]:
     """Start the job, with `wait_s` once its turn for GPUs has come. Return its record, and notes."""
     from cluster.cli.sync import progress
     from cluster.supervisor import gpu_queue
@@ -224,7 +234,9 @@ def _save(prepared: _Prepared, record: JobRecord) -> list[str]:
     return []
 
 
-def _leave(record: JobRecord, records: JobStore, secrets: Mapping[str, str], notes: list[str], out: Console) -> None:
+def _leave(
+    record: JobRecord, records: JobStore, secrets: Mapping[str, str], notes: list[str], out: Console
+) -> None:
     """Leave a job to a background process, and print how to follow it."""
     from cluster.cli.display import header
 
@@ -260,7 +272,10 @@ def plan(
         ),
     ] = "",
     agent: Annotated[
-        bool, options.flag("Write agent.pyz, the program that starts the ranks on a node, to -o or a pipe.", "--agent")
+        bool,
+        options.flag(
+            "Write agent.pyz, the program that starts the ranks on a node, to -o or a pipe.", "--agent"
+        ),
     ] = False,
     save: Annotated[
         str, option(metavar="FILE", help="Write the options to a job file instead of printing a plan.")
@@ -269,7 +284,9 @@ def plan(
         str,
         option(metavar="skypilot|dstack", help="Print a task file for SkyPilot or dstack instead of a plan."),
     ] = "",
-    schema: Annotated[bool, options.flag("Print the JSON Schema of job files, for editors.", "--schema")] = False,
+    schema: Annotated[
+        bool, options.flag("Print the JSON Schema of job files, for editors.", "--schema")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Print the files and commands of a launch without launching anything."""
@@ -296,7 +313,11 @@ def plan(
         print(printable(note), file=sys.stderr)
     if as_json:
         values = [asdict(job_plan) for job_plan in plans]
-        print(json.dumps({"array": asdict(steps[0]), "plans": values} if complete.array else values[0], indent=1))
+        print(
+            json.dumps(
+                {"array": asdict(steps[0]), "plans": values} if complete.array else values[0], indent=1
+            )
+        )
         return
     agents = list(dict.fromkeys(step.agent for step in steps if step.agent))
     _describe_agents(agents)
@@ -346,7 +367,9 @@ def _plans(prepared: _Prepared) -> tuple[list[Plan], list[Step]]:
         (job,) = prepared.jobs
         made = launcher.plan(job, prepared.site.backend)
         return [made], [*made.steps]
-    plans, submission = launcher.array_plan(prepared.jobs, prepared.site.backend, prepared.options.array_limit)
+    plans, submission = launcher.array_plan(
+        prepared.jobs, prepared.site.backend, prepared.options.array_limit
+    )
     return plans, [submission, *(step for made in plans for step in made.steps)]
 
 
@@ -356,7 +379,9 @@ def _describe_agents(paths: Sequence[str]) -> None:
 
     digest = hashlib.sha256(scripts.archive()).hexdigest()[:12] if paths else ""
     for path in paths:
-        print(f"the agent: {path} (sha256 {digest}; clusterctl plan --agent -o FILE writes it)", file=sys.stderr)
+        print(
+            f"the agent: {path} (sha256 {digest}; clusterctl plan --agent -o FILE writes it)", file=sys.stderr
+        )
 
 
 def _write_plan(steps: Sequence[Step], agents: Sequence[str], output: str, *, is_array: bool) -> None:
@@ -412,7 +437,9 @@ def _write(texts: Mapping[Path, str | bytes], *, quiet: bool = False) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text.encode() if isinstance(text, str) else text)
         except OSError as error:
-            raise UsageError(f"{path}: cannot be written: {error.strerror}", "name another file: -o FILE") from error
+            raise UsageError(
+                f"{path}: cannot be written: {error.strerror}", "name another file: -o FILE"
+            ) from error
     if not quiet:
         print(f"wrote {', '.join(map(str, texts))}", file=sys.stderr)
 
@@ -431,7 +458,9 @@ def read_secrets(path: str) -> dict[str, str]:
             hint = "write one NAME=VALUE per line; lines that begin with # are comments"
             raise UsageError(f"--env-file {path}, line {number}: not NAME=VALUE", hint)
         value = match[2]
-        found[match[1]] = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+        found[match[1]] = (
+            value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+        )
     return found
 
 
@@ -443,5 +472,7 @@ def secret_values(names: Sequence[str], in_file: Mapping[str, str]) -> dict[str,
             hint = f"set it (export {name}=...), or put it in a file of secrets: --env-file FILE"
             raise UsageError(f"--env {name}: {name} is not set in your environment", hint)
         if not found[name].isascii() and os.fsencode(found[name]).decode(errors="ignore") != found[name]:
-            raise UsageError(f"--env {name}: the value of {name} is not UTF-8", "encode it, for example in base64")
+            raise UsageError(
+                f"--env {name}: the value of {name} is not UTF-8", "encode it, for example in base64"
+            )
     return {name: found[name] for name in names}

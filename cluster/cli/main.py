@@ -44,7 +44,8 @@ def _print_version(is_given: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """Options of the program itself."""
@@ -55,7 +56,10 @@ def _add(heading: str, command: Callable[..., None], name: str = "", example: st
     app.command(name or None, epilog=epilog, rich_help_panel=heading, **how)(command)
 
 
-_JOBS, _WATCH, _INSIDE, _MACHINES = "Run jobs", "Watch jobs", "Work inside a running job", "Set up machines"
+_JOBS = "Run jobs"
+_WATCH = "Watch jobs"
+_INSIDE = "Work inside a running job"
+_MACHINES = "Set up machines"
 _add(_JOBS, launch, "", "clusterctl launch --nodes 2 --gpus 2 -- train --epochs 3", cls=HelpCommand)
 _BY_HAND = "mkdir -p runs; clusterctl plan -n 2 -b compose -o job.yml; docker compose -f job.yml up"
 _add(_JOBS, plan, "", _BY_HAND, cls=HelpCommand)

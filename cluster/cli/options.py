@@ -36,11 +36,14 @@ def _backend_names(incomplete: str) -> list[str]:
 #: The endings by which a first argument is a job file.
 JOB_FILE_ENDINGS = (".yaml", ".yml")
 JobName = Annotated[
-    str, typer.Argument(metavar="JOB", help="The job's name, as in `clusterctl ps`.", autocompletion=_job_names)
+    str,
+    typer.Argument(metavar="JOB", help="The job's name, as in `clusterctl ps`.", autocompletion=_job_names),
 ]
 JobNames = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[JOB]...", help="Names of jobs, as in `clusterctl ps`.", autocompletion=_job_names),
+    typer.Argument(
+        metavar="[JOB]...", help="Names of jobs, as in `clusterctl ps`.", autocompletion=_job_names
+    ),
 ]
 # Single options of groups, for commands that take no others of the group.
 if TYPE_CHECKING:
@@ -49,7 +52,9 @@ if TYPE_CHECKING:
     SshConfig: TypeAlias = str
 else:
     _HINTS = get_type_hints(MachineOptions, include_extras=True)
-    InventoryFile, Hostfile, SshConfig = _HINTS["inventory"], _HINTS["hostfile"], _HINTS["ssh_config"]
+    InventoryFile = _HINTS["inventory"]
+    Hostfile = _HINTS["hostfile"]
+    SshConfig = _HINTS["ssh_config"]
 Backend = Annotated[
     str,
     typer.Option(
@@ -62,7 +67,9 @@ Backend = Annotated[
         autocompletion=_backend_names,
     ),
 ]
-Logs = Annotated[Literal["master", "all"], typer.Option(help="Show the log of the first node or of all nodes.")]
+Logs = Annotated[
+    Literal["master", "all"], typer.Option(help="Show the log of the first node or of all nodes.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -143,7 +150,9 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
         if "backend" in hints:  # `Request` cannot list the backends: its package is below cluster.backends
             hints["backend"] = Backend
         own = inspect.get_annotations(group)
-        for each in sorted(fields(group), key=lambda each: each.name not in own):  # inherited options come last
+        for each in sorted(
+            fields(group), key=lambda each: each.name not in own
+        ):  # inherited options come last
             default = each.default if each.default_factory is MISSING else each.default_factory()
             parameters.append(parameter.replace(name=each.name, default=default, annotation=hints[each.name]))
 

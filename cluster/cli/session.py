@@ -18,14 +18,20 @@ from cluster.spec.model import JobRecord, Node
 from cluster.spec.request import option
 from cluster.store import JobStore
 
-NodeName = Annotated[str, option("--node", help="Node by name or number: node-1, or 1.  [default: the first]")]
+NodeName = Annotated[
+    str, option("--node", help="Node by name or number: node-1, or 1.  [default: the first]")
+]
 
 
 def exec_(
     job: options.JobName,
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="Command to run, and its arguments.")],
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND...", help="Command to run, and its arguments.")
+    ],
     node: NodeName = "0",
-    on_all: Annotated[bool, options.flag("Run it on all nodes at once, without input.", "--all", "-a")] = False,
+    on_all: Annotated[
+        bool, options.flag("Run it on all nodes at once, without input.", "--all", "-a")
+    ] = False,
 ) -> None:
     """Run a command inside a running job, in a node's container.
 
@@ -75,7 +81,8 @@ def _run(job: str, node: str, argv: Sequence[str]) -> int:
 
 def cp(
     source: Annotated[
-        str, typer.Argument(metavar="JOB:PATH", help="PATH is relative to the job's run directory, or absolute.")
+        str,
+        typer.Argument(metavar="JOB:PATH", help="PATH is relative to the job's run directory, or absolute."),
     ],
     into: Annotated[
         str, typer.Argument(metavar="[TARGET]", help="Folder on this machine, or the name of the copy.")
@@ -102,7 +109,12 @@ def cp(
         task = progress.add_task(f"{machine.name}:{path}")
         left_out: list[str] = []
         target = session.copy(
-            record, machine, path, Path(into), lambda read: progress.update(task, completed=read), left_out.append
+            record,
+            machine,
+            path,
+            Path(into),
+            lambda read: progress.update(task, completed=read),
+            left_out.append,
         )
     for text in left_out:
         print_line(out, f"not copied: {text}")
@@ -111,7 +123,9 @@ def cp(
 
 def port_forward(
     job: options.JobName,
-    ports: Annotated[str, typer.Argument(metavar="[LOCAL:]REMOTE", help="Port on this machine, and port on the node.")],
+    ports: Annotated[
+        str, typer.Argument(metavar="[LOCAL:]REMOTE", help="Port on this machine, and port on the node.")
+    ],
     node: NodeName = "0",
 ) -> None:
     """Forward a local port to a port of a running job until Ctrl-C.
@@ -140,7 +154,15 @@ def tensorboard(
 
     record, machine = _target(job, node)
     if record.outcome:
-        words = [sys.executable, "-m", "tensorboard.main", "--logdir", record.plan.run_dir, "--port", str(port)]
+        words = [
+            sys.executable,
+            "-m",
+            "tensorboard.main",
+            "--logdir",
+            record.plan.run_dir,
+            "--port",
+            str(port),
+        ]
         os.execv(sys.executable, words)
     with session.tensorboard(record, machine) as remote:
         _forward(record, machine, port, remote, f"TensorBoard of {job}: http://localhost:{{}}")

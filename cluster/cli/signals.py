@@ -21,7 +21,8 @@ EXIT_INTERRUPTED = 130
 EXIT_HANGUP = 129
 _hung_up = False
 #: After a signal the main thread is woken so often, in intervals of so many seconds.
-_WAKES, _WAKE_S = 3, 0.1
+_WAKES = 3
+_WAKE_S = 0.1
 
 
 @functools.cache  # once in a process

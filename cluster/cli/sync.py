@@ -28,7 +28,9 @@ def sync(
     *,
     folders: Annotated[list[str], argument(metavar="FOLDER...", help="Folders or files on this machine.")],
     delete: Annotated[bool, flag("Delete files that exist only on the nodes.", "--delete")] = False,
-    checksum: Annotated[bool, flag("Compare files by content; reads every file on both sides.", "--checksum")] = False,
+    checksum: Annotated[
+        bool, flag("Compare files by content; reads every file on both sides.", "--checksum")
+    ] = False,
     copy: Annotated[
         bool, flag("Copy a folder even if the nodes share it, for example to faster local disks.", "--copy")
     ] = False,
@@ -47,8 +49,11 @@ def sync(
     BACKENDS[chosen.backend].refuse("sync", BACKENDS)
     nodes = [files.with_data_dir(node) for node in chosen.machines if node.login]
     if not nodes:
-        raise UsageError("nothing to sync: every node is this machine", "jobs read the files of this machine directly")
-    out, screen = console(), console(stderr=True)
+        raise UsageError(
+            "nothing to sync: every node is this machine", "jobs read the files of this machine directly"
+        )
+    out = console()
+    screen = console(stderr=True)
     files.refuse_missing(folders)
     rows: list[dict[str, Any]] = []
     wrong: dict[str, ClusterError] = {}

@@ -97,10 +97,14 @@ def examine(
     names = tuple(node.name for node in inventory.machines)
     if scheduler:
         findings = scheduler.examine(inventory, image, data, nodes, gpus, say)
-        names = tuple(dict.fromkeys(each.node for each in findings if each.check in scheduler.CHECKS)) or names
+        names = (
+            tuple(dict.fromkeys(each.node for each in findings if each.check in scheduler.CHECKS)) or names
+        )
     elif inventory.is_assigned:
         if data:
-            raise UsageError("--data: pods get their files when a job starts, so none can be compared", "omit it")
+            raise UsageError(
+                "--data: pods get their files when a job starts, so none can be compared", "omit it"
+            )
         say("checking the cluster")
         findings = _examine_launch(inventory, image or DEFAULT_IMAGE, nodes, gpus)
     else:
@@ -118,12 +122,17 @@ def examine(
 def _orphans(inventory: Inventory, supervised: frozenset[str], silent: Sequence[str]) -> list[Finding]:
     """Return a finding for each machine or cluster, except those that are silent."""
     found = BACKENDS[inventory.backend].jobs_on(inventory, supervised)
-    return [Finding("orphans", where, *machine.orphans(each)) for where, each in found.items() if where not in silent]
+    return [
+        Finding("orphans", where, *machine.orphans(each))
+        for where, each in found.items()
+        if where not in silent
+    ]
 
 
 def _examine_launch(inventory: Inventory, image: str, nodes: int, gpus: int) -> list[Finding]:
     """Return the findings of the preflight check of a job on a cluster, of which no machine is known."""
-    backend, where = BACKENDS[inventory.backend], inventory.backend
+    backend = BACKENDS[inventory.backend]
+    where = inventory.backend
     queue = Queue(inventory.machines[0], inventory.settings)
     job = Job("doctor", ("true",), nodes, gpus, "/", image=image, device=inventory.device, queue=queue)
     try:
@@ -159,7 +168,8 @@ def _examine_machines(
         return findings
     failed = dict.fromkeys(f.node for f in findings if f.level == "failure" and f.check in _NEEDED_FOR_LINK)
     if failed:
-        why, fix = "not measured because of the failures above", "fix them first, then: clusterctl doctor"
+        why = "not measured because of the failures above"
+        fix = "fix them first, then: clusterctl doctor"
         return [*findings, Finding("link", " ".join(failed), "warning", why, fix)]
     say("measuring the link (torch starts on every node)")
     return findings + network.measure_link(seen)
@@ -169,26 +179,37 @@ def _probe_all(inventory: Inventory, image: str) -> tuple[NodeFacts, list[Findin
     addresses = list(dict.fromkeys(node.address for node in inventory.machines if node.address))
     image_id = ""
     with suppress(ClusterError):  # this machine may have no docker
-        inspected = LocalShell().run([DOCKER.name, "image", "inspect", "--format", "{{.Id}}", image], timeout_s=15)
+        inspected = LocalShell().run(
+            [DOCKER.name, "image", "inspect", "--format", "{{.Id}}", image], timeout_s=15
+        )
         image_id = "" if inspected.code else inspected.out.strip()
-    findings, facts, clock_s = [], {}, {}
+    findings = []
+    facts = {}
+    clock_s = {}
     results = each(inventory.machines, lambda node: _probe(node, image, addresses, inventory.prologue))
     for node in inventory.machines:
-        name, result = node.name, results[node.name]
+        name = node.name
+        result = results[node.name]
         if isinstance(result, ClusterError):
             why = result.message.removeprefix(f"{name}: ")
             findings.append(Finding("login", name, "failure", why, result.hint or "clusterctl doctor"))
         else:
             facts[name], clock_s[name] = result
-            findings.append(Finding("login", name, "ok", with_note("reachable, host key known", reach(node).note)))
+            findings.append(
+                Finding("login", name, "ok", with_note("reachable, host key known", reach(node).note))
+            )
     nodes = tuple(node for node in inventory.machines if node.name in facts)
-    seen = NodeFacts(nodes, facts, image, image_id, inventory.device, clock_s, inventory.backend, inventory.prologue)
+    seen = NodeFacts(
+        nodes, facts, image, image_id, inventory.device, clock_s, inventory.backend, inventory.prologue
+    )
     return seen, findings
 
 
 def _probe(node: Machine, image: str, addresses: Sequence[str], prologue: str) -> tuple[Facts, float]:
     """Return the node's facts, and its clock minus this machine's in seconds. Raise ClusterError."""
-    bash, option, text, *words = scripts.bash("doctor/probe.sh", *addresses, **engine.probe_values(node, image))
+    bash, option, text, *words = scripts.bash(
+        "doctor/probe.sh", *addresses, **engine.probe_values(node, image)
+    )
     text = scripts.prologue(prologue, PROLOGUE_FAILED) + text
     done = reach(node).run([bash, option, text, *words], timeout_s=TIMEOUT_S)
     facts = parse(done.out)

@@ -13,7 +13,8 @@ from cluster.transport import nvidia_smi
 
 def probe_values(node: Machine, image: str) -> dict[str, scripts.Value]:
     """Return the variables of `probe.sh`."""
-    engine, python = ENGINES.get(node.runtime), RUNTIMES[node.runtime].check(image, "python3")
+    engine = ENGINES.get(node.runtime)
+    python = RUNTIMES[node.runtime].check(image, "python3")
     about = {"engine": engine.name, "info": engine.info} if engine else {"engine": ""}
     texts = {"run_dir": node.run_dir, "image": image, "versions": scripts.text("doctor/versions.py")}
     return {**about, **texts, "python": python}
@@ -21,7 +22,8 @@ def probe_values(node: Machine, image: str) -> dict[str, scripts.Value]:
 
 def runtime(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check that the runtime is installed, its engine runs, and the user may use it."""
-    kind, version = node.runtime, facts.text("engine_version")
+    kind = node.runtime
+    version = facts.text("engine_version")
     if not node.in_container:
         if facts.text("torch"):
             return Verdict("ok", f"{kind}: python3 {facts.text('python')} with torch")
@@ -42,7 +44,8 @@ def runtime(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
 
 
 def _no_answer(node: Machine, facts: Facts, message: str) -> Verdict:
-    kind, user = node.runtime, facts.text("user")
+    kind = node.runtime
+    user = facts.text("user")
     if "permission denied" in message.lower():
         command = typed_on(node, facts, f"usermod -aG docker {user}", root=True)
         why = f"{user} may not use {kind}: not in the group docker"
@@ -60,7 +63,9 @@ def gpus(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     rows = gpu_rows(facts)
     if not rows:
         message = " ".join(facts.every("gpu_says"))
-        missing = message or ("nvidia-smi lists none" if facts.has("nvidia-smi") else "nvidia-smi is not installed")
+        missing = message or (
+            "nvidia-smi lists none" if facts.has("nvidia-smi") else "nvidia-smi is not installed"
+        )
         fix = f"{typed_on(node, facts, 'ubuntu-drivers install', root=True)}, then reboot"
         if is_wsl(facts):
             fix = "on Windows: install NVIDIA's driver (none inside WSL), then: wsl --shutdown"
@@ -85,14 +90,20 @@ def _compared(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     mine = _used_rows(node, facts)
     busy = [row for row in mine if row[2].isdigit() and row[3].isdigit() and int(row[3]) > int(row[2]) // 10]
     if busy:
-        shown = ", ".join(f"GPU {row[0]} ({int(row[3]) / 1024:.1f} of {int(row[2]) / 1024:.0f} GB)" for row in busy)
-        return Verdict("warning", f"in use: {shown}", f"list the processes: {typed_on(node, facts, 'nvidia-smi')}")
+        shown = ", ".join(
+            f"GPU {row[0]} ({int(row[3]) / 1024:.1f} of {int(row[2]) / 1024:.0f} GB)" for row in busy
+        )
+        return Verdict(
+            "warning", f"in use: {shown}", f"list the processes: {typed_on(node, facts, 'nvidia-smi')}"
+        )
     rows = [row for each in seen.nodes for row in _used_rows(each, seen.facts[each.name])]
-    driver, usual_driver = mine[0][1], usual(row[1] for row in rows)
+    driver = mine[0][1]
+    usual_driver = usual(row[1] for row in rows)
     if driver != usual_driver:
         why = f"driver {driver}, most nodes have {usual_driver}"
         return Verdict("warning", why, f"install driver {usual_driver} on {node.name}")
-    models, usual_model = {row[4] for row in mine}, usual(row[4] for row in rows)
+    models = {row[4] for row in mine}
+    usual_model = usual(row[4] for row in rows)
     if models != {usual_model}:
         why = f"{', '.join(sorted(models))}, most nodes have {usual_model}: every rank waits for the slowest GPU"
         return Verdict("warning", why, "choose nodes with equal GPUs: clusterctl launch --only ...")
@@ -123,7 +134,8 @@ def image(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict | None:
 
 def architecture(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict | None:
     """Check that the image is built for the node's CPU architecture."""
-    kind, built_for = facts.text("arch"), facts.text("image_arch")
+    kind = facts.text("arch")
+    built_for = facts.text("image_arch")
     needed = ARCHITECTURES.get(kind, kind)
     if built_for in ("", needed):
         return Verdict("ok", kind) if built_for else None
@@ -142,7 +154,8 @@ def versions(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict | None:
     shown = ", ".join(f"{name} {facts.text(key)}" for name, key in parts if facts.text(key))
     if seen.device != "cuda" or not node.gpus:
         return Verdict("ok", shown)
-    cuda, rows = facts.text("cuda"), gpu_rows(facts)
+    cuda = facts.text("cuda")
+    rows = gpu_rows(facts)
     if not cuda:
         why = f"{shown}: a build of torch without CUDA"
         return Verdict("failure", why, "build the image with a CUDA build of torch")
@@ -164,7 +177,8 @@ def listed_gpus(facts: Facts) -> dict[Gpu, nvidia_smi.ListedGpu]:
 
 def _used_rows(node: Machine, facts: Facts) -> list[list[str]]:
     """Return the rows of the inventory's GPUs. A MIG slice has the row of its GPU, without the memory in use."""
-    rows, listed = {row[0]: row for row in gpu_rows(facts)}, listed_gpus(facts)
+    rows = {row[0]: row for row in gpu_rows(facts)}
+    listed = listed_gpus(facts)
     found = []
     for gpu in node.gpus:
         if gpu in listed and (row := rows.get(listed[gpu].gpu_index)):

@@ -21,7 +21,8 @@ _FIREWALL = "Set-NetFirewallHyperVVMSetting -Name '{40E0AC32-46A5-438A-A0B2-2B47
 
 def shm(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check that /dev/shm has room for the batches of dataloader workers. Containers use it through --ipc host."""
-    free, total = facts.number("shm_kb"), facts.number("shm_kb", 1)
+    free = facts.number("shm_kb")
+    total = facts.number("shm_kb", 1)
     if free >= SHM_NEEDED_KB:
         return Verdict("ok", "/dev/shm has room")
     why = f"/dev/shm has {free >> 10} MB free of {total >> 10} MB: dataloader workers fail with 'bus error'"
@@ -50,7 +51,8 @@ def disk(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
 
 def run_dir(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check that the probe could write a file into run_dir."""
-    folder, why = facts.text("run_dir"), facts.text("unwritable")
+    folder = facts.text("run_dir")
+    why = facts.text("unwritable")
     if not why:
         return Verdict("ok", f"{folder} is writable")
     fix = typed_on(node, facts, f"install -d -o {facts.text('user')} {folder}", root=True)
@@ -78,7 +80,9 @@ def clock(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
         return Verdict("ok", f"agrees within {CLOCK_S:g} s")
     direction = "ahead of" if offset_s > 0 else "behind"
     why = f"{abs(offset_s):.0f} s {direction} the others: the first failure of a job cannot be determined"
-    return Verdict("failure", why, f"set the clock of {node.name}, for example: timedatectl set-ntp true, or chronyd")
+    return Verdict(
+        "failure", why, f"set the clock of {node.name}, for example: timedatectl set-ntp true, or chronyd"
+    )
 
 
 def orphans(found: Sequence[FoundJob] | ClusterError) -> Verdict:
@@ -86,7 +90,11 @@ def orphans(found: Sequence[FoundJob] | ClusterError) -> Verdict:
     if isinstance(found, ClusterError):
         return Verdict("warning", f"not checked: {found.message}", "clusterctl gc")
     left = dict.fromkeys(each.job for each in found if each.is_orphan)
-    return Verdict("warning", f"orphans of {', '.join(left)}", "clusterctl gc") if left else Verdict("ok", "none")
+    return (
+        Verdict("warning", f"orphans of {', '.join(left)}", "clusterctl gc")
+        if left
+        else Verdict("ok", "none")
+    )
 
 
 def is_wsl(facts: Facts) -> bool:

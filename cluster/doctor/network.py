@@ -45,7 +45,8 @@ def address(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     if not facts.every("address"):
         fix = typed_on(node, facts, "apt-get install iproute2", root=True)
         return Verdict("warning", "not checked: the ip command is not installed", fix)
-    number, device = number_of(node.address, facts), device_of(node, facts)
+    number = number_of(node.address, facts)
+    device = device_of(node, facts)
     shown = node.address if number == node.address else f"{node.address} ({number})"
     twins = [other.name for other in seen.nodes if other.address == node.address and other.name != node.name]
     if not node.address:
@@ -99,14 +100,18 @@ def reachable(seen: NodeFacts) -> list[Finding]:
     for node in seen.nodes:
         error = listening[node.name]
         problems = {
-            name: made[node.name] for name, made in dialled.items() if isinstance(made, dict) and node.name in made
+            name: made[node.name]
+            for name, made in dialled.items()
+            if isinstance(made, dict) and node.name in made
         }
         if isinstance(error, ClusterError):
             fix = typed_on(node, seen.facts[node.name], "apt-get install python3", root=True)
             why = f"not tested: {error.message.removeprefix(f'{node.name}: ')}"
             found.append(Finding("reachable", node.name, "warning", why, fix))
         elif problems:
-            found.append(Finding("reachable", node.name, *judge_connections(node, seen.facts[node.name], problems)))
+            found.append(
+                Finding("reachable", node.name, *judge_connections(node, seen.facts[node.name], problems))
+            )
     return found
 
 
@@ -117,7 +122,9 @@ def judge_connections(node: Machine, facts: Facts, problems: Mapping[str, str]) 
         sources.setdefault(problem, []).append(source)
     if not any(problems.values()):
         return Verdict("ok", f"from {', '.join(problems)}")
-    reasons = "; ".join(f"from {', '.join(names)}: {problem}" for problem, names in sources.items() if problem)
+    reasons = "; ".join(
+        f"from {', '.join(names)}: {problem}" for problem, names in sources.items() if problem
+    )
     interfaces = [ipaddress.ip_interface(text) for _, text in facts.pairs("address")]
     number = number_of(node.address, facts)
     network = next((str(each.network) for each in interfaces if str(each.ip) == number), "NETWORK")
@@ -165,7 +172,9 @@ def measure_link(seen: NodeFacts) -> list[Finding]:
         if lines := scripts.prologue(seen.prologue, 'echo "$1" >&2; exit 71'):
             argv = ["bash", "-c", f'{lines}exec "$@"', "link", *argv]
         try:
-            done = reach(node).run(argv, stdin=scripts.text("doctor/all_reduce.py"), timeout_s=_ALL_REDUCE_TIMEOUT_S)
+            done = reach(node).run(
+                argv, stdin=scripts.text("doctor/all_reduce.py"), timeout_s=_ALL_REDUCE_TIMEOUT_S
+            )
         except UnreachableError:
             if node.in_container:
                 reach(node).run([node.runtime, "rm", "-f", name])
@@ -189,7 +198,9 @@ def judge_link(seen: NodeFacts, outputs: Mapping[str, str | ClusterError], backe
     if failures:
         return failures
     lines = str(outputs[seen.nodes[0].name]).splitlines()
-    (_, latency_s), (size, large_s) = (map(float, line.split()[1:]) for line in lines if line.startswith("sum "))
+    (_, latency_s), (size, large_s) = (
+        map(float, line.split()[1:]) for line in lines if line.startswith("sum ")
+    )
     nodes = len(seen.nodes)
     # The bus bandwidth by the formula of nccl-tests: the rate over one node's link, for any number of nodes.
     bytes_per_s = size * 2 * (nodes - 1) / nodes / large_s
@@ -221,7 +232,11 @@ def _all_reduce_command(node: Machine, seen: NodeFacts, name: str, *, gpus: bool
     if kind is None:
         return ["env", *pairs, "python3"]
     # `clusterctl gc` finds a container that a killed doctor has left.
-    labels = {contract.JOB_ID: name, contract.LAUNCH_ID: name.rpartition("-")[2], contract.BACKEND: seen.backend}
+    labels = {
+        contract.JOB_ID: name,
+        contract.LAUNCH_ID: name.rpartition("-")[2],
+        contract.BACKEND: seen.backend,
+    }
     labels[contract.USER_ID] = seen.facts[node.name].text("uid")
     devices = kind.gpu_words(node.gpus[:1]) if gpus else []
     if gpus and seen.facts[node.name].text("infiniband"):

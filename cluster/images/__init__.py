@@ -72,7 +72,18 @@ class Layers:
             program: tuple[str, ...] = (sys.executable, "-c", text, here.root, here.driver)
         else:  # the permission to use the engine is enough
             mount = f"type=bind,source={here.root},target=/engine,readonly"
-            run = (here.program, "run", "--rm", "--init", "--network", "none", "--user", "0:0", "--mount", mount)
+            run = (
+                here.program,
+                "run",
+                "--rm",
+                "--init",
+                "--network",
+                "none",
+                "--user",
+                "0:0",
+                "--mount",
+                mount,
+            )
             program = (*run, "--entrypoint", "python3", here.id, "-c", text, "/engine", here.driver)
         answer = reach(HERE).run([*program, "image", here.id, *chains], timeout_s=120)
         if answer.code:
@@ -97,12 +108,16 @@ def push(
         return failed
     seen = parallel.together(answers)
     lacking = [node for node in nodes if seen[node.name].id != here.id]
-    done: dict[str, Pushed | ClusterError] = {node.name: Pushed(here.id, here.size, len(here.layers)) for node in nodes}
+    done: dict[str, Pushed | ClusterError] = {
+        node.name: Pushed(here.id, here.size, len(here.layers)) for node in nodes
+    }
     if not lacking:
         return done
     require_rsync()
     if not os.access(_TEMPORARY, os.W_OK):
-        raise UsageError(f"this machine: {_TEMPORARY} cannot be written", "set TMPDIR to a folder with free space")
+        raise UsageError(
+            f"this machine: {_TEMPORARY} cannot be written", "set TMPDIR to a folder with free space"
+        )
     made = parallel.each(lacking, engine.make_folder)
     if failed := _nothing_sent(made):
         return failed
@@ -115,7 +130,9 @@ def push(
     held = {node.name: seen[node.name].held if layers else () for node in lacking}
     counts = {name: missing(here.layers, theirs) for name, theirs in held.items()}
     ending = "zst" if shutil.which("zstd") and all(seen[node.name].takes_zstd for node in lacking) else "gz"
-    return done | send_missing(image, here, layers, ending, counts, parallel.together(made), lacking, note, report)
+    return done | send_missing(
+        image, here, layers, ending, counts, parallel.together(made), lacking, note, report
+    )
 
 
 def send_missing(
@@ -134,7 +151,8 @@ def send_missing(
     `ending` is the compression, zst or gz. `counts` are the numbers of missing layers, and `folders` the folders for
     received files, by node name.
     """
-    total, start = len(here.layers), time.monotonic()
+    total = len(here.layers)
+    start = time.monotonic()
     packer = ("zstd", "-q", "-3", "-T0", "-c") if ending == "zst" else ("gzip", "-n", "-1", "-c")
     #: The name of each file, its unpacked size, and the command that prints it.
     sources: list[tuple[str, int, Sequence[str]]]
@@ -157,7 +175,9 @@ def send_missing(
         tempfile.TemporaryDirectory(prefix="clusterctl-", dir=_TEMPORARY) as folder,
         ThreadPoolExecutor(1) as background,
     ):
-        blobs = {name: Blob(Path(folder, name), int(_RATIO * size), argv, packer) for name, size, argv in sources}
+        blobs = {
+            name: Blob(Path(folder, name), int(_RATIO * size), argv, packer) for name, size, argv in sources
+        }
         for name in names(max(counts.values())):
             blobs[name].made = background.submit(blobs[name].make)
 
@@ -234,7 +254,9 @@ def _inspect(node: Machine, image: str, here: Engine) -> Engine:
     there = engine.inspect(node, image)
     if there.platform != here.platform:
         hint = "build the image on a machine of that architecture, and push it from there"
-        raise UsageError(f"{node.name}: the image is for {here.platform}, the machine is {there.platform}", hint)
+        raise UsageError(
+            f"{node.name}: the image is for {here.platform}, the machine is {there.platform}", hint
+        )
     if there.containerd != here.containerd:
         where = "there, but not here" if there.containerd else "here, but not there"
         why = f"{node.name}: the engine keeps images in containerd's store {where}: one image has two ids"
@@ -271,7 +293,9 @@ def missing(layers: Sequence[str], held: Iterable[Sequence[str]]) -> int:
 def chain_ids(layers: Sequence[str]) -> list[str]:
     """Return the chain id of each layer (OCI image-spec, "Layer ChainID")."""
     digest = hashlib.sha256
-    return list(accumulate(layers, lambda chain, diff: f"sha256:{digest(f'{chain} {diff}'.encode()).hexdigest()}"))
+    return list(
+        accumulate(layers, lambda chain, diff: f"sha256:{digest(f'{chain} {diff}'.encode()).hexdigest()}")
+    )
 
 
 def file_name(digest: str, ending: str) -> str:

@@ -47,7 +47,9 @@ def make(node: Machine, image: str, target: str, report: Report) -> None:
     finally:
         reach(engine.HERE).run([here.program, "rm", "--force", container])
     if ended.code:
-        raise LaunchError(f"{node.name}: apptainer build: {ended.last_line}", "df -h there; or another TARGET")
+        raise LaunchError(
+            f"{node.name}: apptainer build: {ended.last_line}", "df -h there; or another TARGET"
+        )
 
 
 def variables(pairs: Sequence[str]) -> str:

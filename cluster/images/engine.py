@@ -99,9 +99,13 @@ def load(node: Machine, image: str, files: Sequence[str], manifest: str, config:
 
     Without a `manifest` the file is an archive; else the files are layers, and `config` is the configuration (JSON).
     """
-    done = reach(node).run(_script("load", node, *files, image=image, manifest=manifest), stdin=config, timeout_s=3600)
+    done = reach(node).run(
+        _script("load", node, *files, image=image, manifest=manifest), stdin=config, timeout_s=3600
+    )
     if done.code:
-        raise LaunchError(f"{node.name}: the image cannot be loaded: {done.last_line}", f"on {node.name}: docker info")
+        raise LaunchError(
+            f"{node.name}: the image cannot be loaded: {done.last_line}", f"on {node.name}: docker info"
+        )
     return _full(done.out.strip())
 
 
@@ -109,7 +113,8 @@ def build(folder: str, image: str) -> None:
     """Build an image on this machine with docker, whose progress goes to stderr. Raises UsageError or LaunchError."""
     if not Path(folder, "Dockerfile").is_file():
         raise UsageError(
-            f"--build {folder}: no Dockerfile", f"the full path would be {Path(folder, 'Dockerfile').absolute()}"
+            f"--build {folder}: no Dockerfile",
+            f"the full path would be {Path(folder, 'Dockerfile').absolute()}",
         )
     try:
         with started([DOCKER.name, "build", "--tag", image, folder], stdout=sys.stderr) as process:
@@ -121,9 +126,14 @@ def build(folder: str, image: str) -> None:
 
 
 def _script(operation: str, node: Machine, *files: str, **values: str) -> list[str]:
-    known = [ENGINES[node.runtime]] if node.runtime in ENGINES else [*ENGINES.values()]  # engine.sh chooses one
+    known = (
+        [ENGINES[node.runtime]] if node.runtime in ENGINES else [*ENGINES.values()]
+    )  # engine.sh chooses one
     if node is not HERE and node.runtime and not RUNTIMES[node.runtime].engine:
-        hint = RUNTIMES[node.runtime].image_command() or f"to use an image, in cluster.yaml: runtime: {DOCKER.name}"
+        hint = (
+            RUNTIMES[node.runtime].image_command()
+            or f"to use an image, in cluster.yaml: runtime: {DOCKER.name}"
+        )
         raise UsageError(f"{node.name}: runtime {node.runtime} has no engine that keeps images", hint)
     engines = [word for engine in known for word in (engine.name, *engine.image_facts)]
     return scripts.bash("images/engine.sh", operation, *files, engines=engines, **values)
@@ -133,9 +143,17 @@ def _no_answer(node: Machine, message: str) -> ClusterError:
     if "permission denied" in message.lower():
         hint = 'there: sudo usermod -aG docker "$USER", then log in again'
     elif message.startswith("no program"):
-        hint = "make engine, in a clone of the repository" if node is HERE else "install Docker Engine there, or podman"
+        hint = (
+            "make engine, in a clone of the repository"
+            if node is HERE
+            else "install Docker Engine there, or podman"
+        )
     else:
-        hint = "docker info" if node is HERE else f"there: docker info   (or: clusterctl doctor --only {node.name})"
+        hint = (
+            "docker info"
+            if node is HERE
+            else f"there: docker info   (or: clusterctl doctor --only {node.name})"
+        )
     return UnreachableError(f"{node.name}: no engine answers: {message}", hint)
 
 

@@ -10,10 +10,12 @@ from cluster.runtimes.enroot import EnrootRuntime
 from cluster.runtimes.pyxis import PyxisRuntime
 
 #: The runtime of a machine without an engine, and the engine of this machine for `compose` and `docker build`.
-BARE, DOCKER = BareRuntime(), DockerRuntime()
+BARE = BareRuntime()
+DOCKER = DockerRuntime()
 #: Every runtime by its name in cluster.yaml.
 RUNTIMES: dict[str, Runtime] = {
-    each.name: each for each in (BARE, DOCKER, PodmanRuntime(), ApptainerRuntime(), PyxisRuntime(), EnrootRuntime())
+    each.name: each
+    for each in (BARE, DOCKER, PodmanRuntime(), ApptainerRuntime(), PyxisRuntime(), EnrootRuntime())
 }
 #: The runtimes whose engine keeps images and containers, in the order in which `clusterctl init` tries them.
 ENGINES: dict[str, ContainerRuntime] = {
@@ -31,7 +33,8 @@ NEWER_DRIVER = "install a newer driver (https://www.nvidia.com/drivers), or use 
 
 def driver_problem(driver: str, cuda: str) -> str:
     """Return why a driver such as 580.82.07 does not support a version of CUDA, or ""."""
-    needed, have = OLDEST_DRIVER.get(cuda.partition(".")[0], 0), driver.partition(".")[0]
+    needed = OLDEST_DRIVER.get(cuda.partition(".")[0], 0)
+    have = driver.partition(".")[0]
     if not have.isdigit() or int(have) >= needed:
         return ""
     return f"driver {driver} is too old: CUDA {cuda} needs {needed} or newer"

@@ -72,7 +72,10 @@ class ContainerRuntime(Runtime):
         """Return the options that give a container these GPUs of the host."""
         if self.gpu_device:
             return [word for gpu in gpus for word in ("--device", f"{self.gpu_device}={gpu}")]
-        return ["--gpus", '"device=' + ",".join(str(gpu) for gpu in gpus) + '"']  # the quotes are docker's CSV
+        return [
+            "--gpus",
+            '"device=' + ",".join(str(gpu) for gpu in gpus) + '"',
+        ]  # the quotes are docker's CSV
 
 
 class DockerRuntime(ContainerRuntime):
@@ -81,8 +84,11 @@ class DockerRuntime(ContainerRuntime):
     name = engine = "docker"
     page = "https://docs.docker.com/engine/install/"
     _runtimes = "engine_runtimes={{range $name, $_ := .Runtimes}}{{$name}} {{end}}"
-    info = _NEW_LINE.join(("engine_version={{.ServerVersion}}", "engine_security={{.SecurityOptions}}", _runtimes))
-    _driver, _root = "driver {{.Driver}} {{json .DriverStatus}}", "root {{.DockerRootDir}}"
+    info = _NEW_LINE.join(
+        ("engine_version={{.ServerVersion}}", "engine_security={{.SecurityOptions}}", _runtimes)
+    )
+    _driver = "driver {{.Driver}} {{json .DriverStatus}}"
+    _root = "root {{.DockerRootDir}}"
     _store = ("platform {{.OSType}}/{{.Architecture}}", _driver, _root)
     image_facts = ("version {{.Server.Version}}", _NEW_LINE.join(_store))
     options = ("--log-driver", "none")

@@ -15,7 +15,8 @@ _ENV = "use --env of clusterctl"
 _REFUSED = {
     "name": "use --name of clusterctl",
     **dict.fromkeys(
-        ("network", "net", "network-alias", "link", "ip", "ip6", "mac-address", "pod", "pod-id-file"), _NETWORK
+        ("network", "net", "network-alias", "link", "ip", "ip6", "mac-address", "pod", "pod-id-file"),
+        _NETWORK,
     ),
     **dict.fromkeys(("publish", "p", "publish-all", "P", "expose"), _NETWORK),
     **dict.fromkeys(
@@ -25,7 +26,8 @@ _REFUSED = {
     **dict.fromkeys(("init-ctr", "requires"), "clusterctl starts a node's container by itself: omit it"),
     "timeout": "use --stall-timeout, or --time on Slurm",
     **dict.fromkeys(
-        ("detach", "d", "interactive", "i", "tty", "t", "attach", "a"), "use launch --detach, or clusterctl shell"
+        ("detach", "d", "interactive", "i", "tty", "t", "attach", "a"),
+        "use launch --detach, or clusterctl shell",
     ),
     "entrypoint": "use --command",
     **dict.fromkeys(("user", "u", "userns"), "containers run as you: omit it"),
@@ -39,7 +41,8 @@ _REFUSED = {
     ),
     **dict.fromkeys(("ipc", "shm-size"), "containers use the node's /dev/shm (--ipc host): enlarge that"),
     **dict.fromkeys(
-        ("pid", "init", "sig-proxy", "stop-signal", "stop-timeout"), "signals must reach the agent: use --grace"
+        ("pid", "init", "sig-proxy", "stop-signal", "stop-timeout"),
+        "signals must reach the agent: use --grace",
     ),
     **dict.fromkeys(("pull", "platform"), "use clusterctl image push"),
     "log-driver": "logs are in the run directory: omit it",
@@ -53,7 +56,10 @@ _KEYS = {
         name: (name.replace("-", "_"), False)
         for name in ("cpus", "pids-limit", "oom-score-adj", "runtime", "cgroup-parent")
     },
-    **{name: (name.replace("-", "_"), False) for name in ("privileged", "read-only", "oom-kill-disable", "cpu-shares")},
+    **{
+        name: (name.replace("-", "_"), False)
+        for name in ("privileged", "read-only", "oom-kill-disable", "cpu-shares")
+    },
     **{
         name: (name.replace("-", "_"), True)
         for name in ("cap-add", "cap-drop", "security-opt", "group-add", "dns", "tmpfs")
@@ -82,19 +88,25 @@ def parse(texts: Sequence[str]) -> list[tuple[str, str]]:
         try:
             words = shlex.split(text)
         except ValueError as error:
-            raise UsageError(f"{where}: {str(error).lower()}", "for example: --run-option '--memory 32g'") from None
+            raise UsageError(
+                f"{where}: {str(error).lower()}", "for example: --run-option '--memory 32g'"
+            ) from None
         if words and re.match(r"-[A-Za-z][^=]", words[0]):  # -it, -v/data:/data
             hint = _REFUSED.get(words[0][1], f"separate what follows -{words[0][1]}, or use the long name")
             raise UsageError(f"{where}: several options, or a value without a space before it", hint)
         match = re.fullmatch(r"--?([A-Za-z][A-Za-z0-9-]*)(?:=(.*))?", words[0], re.DOTALL) if words else None
         if match is None:
-            raise UsageError(f"{where}: not an option of docker run", "for example: --run-option '--memory 32g'")
-        name, value = match[1], match[2]
+            raise UsageError(
+                f"{where}: not an option of docker run", "for example: --run-option '--memory 32g'"
+            )
+        name = match[1]
+        value = match[2]
         if name in _REFUSED:
             raise UsageError(f"{where}: clusterctl does not pass it to the container engine", _REFUSED[name])
         more = words[1:]
         if value is None and name not in _FLAGS and len(more) == 1:
-            value, more = more[0], []
+            value = more[0]
+            more = []
         if more:
             raise UsageError(f"{where}: more than one option or value", "repeat --run-option for each")
         if name in _FLAGS and value not in (None, "true", "false"):
@@ -123,7 +135,8 @@ def service_keys(texts: Sequence[str]) -> dict[str, Any]:
         if name not in _KEYS:
             known = ", ".join(f"--{each}" for each in _KEYS if len(each) > 1)
             raise UsageError(
-                f"--run-option --{name}: docker compose has no equivalent that is supported", f"one of: {known}"
+                f"--run-option --{name}: docker compose has no equivalent that is supported",
+                f"one of: {known}",
             )
         key, is_list = _KEYS[name]
         escaped = value.replace("$", "$$")
@@ -132,7 +145,8 @@ def service_keys(texts: Sequence[str]) -> dict[str, Any]:
             soft, _, hard = numbers.partition(":")
             if not re.fullmatch(r"-?\d+", soft) or not re.fullmatch(r"-?\d*", hard):
                 raise UsageError(
-                    f"--run-option --ulimit {value}: not NAME=SOFT[:HARD]", "for example: --ulimit nofile=65536"
+                    f"--run-option --ulimit {value}: not NAME=SOFT[:HARD]",
+                    "for example: --ulimit nofile=65536",
                 )
             keys.setdefault(key, {})[limit] = {"soft": int(soft), "hard": int(hard or soft)}
         elif is_list:

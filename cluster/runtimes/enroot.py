@@ -33,7 +33,12 @@ class EnrootRuntime(Runtime):
         words = ["enroot", "start", scripts.OPTIONS]
         if job.device == "cuda" or (job.device == "any" and node.gpus):
             # These enable enroot's hook for NVIDIA GPUs. CUDA_VISIBLE_DEVICES selects among them.
-            words += ["--env", "NVIDIA_VISIBLE_DEVICES=all", "--env", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"]
+            words += [
+                "--env",
+                "NVIDIA_VISIBLE_DEVICES=all",
+                "--env",
+                "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+            ]
         for mount in mounts:
             options = "x-create=auto,rbind" + (",ro" if mount.read_only else "")
             words += ["--mount", f"{mount.source}:{mount.target}:none:{options}"]

@@ -19,7 +19,11 @@ class PyxisRuntime(Runtime):
     name = "pyxis"
     takes_names = is_on_login_node = True
     script = "runtimes/pyxis.sh"
-    version = ("sh", "-c", "srun --help | grep -q -- --container-image && echo pyxis: srun has --container-image")
+    version = (
+        "sh",
+        "-c",
+        "srun --help | grep -q -- --container-image && echo pyxis: srun has --container-image",
+    )
 
     def image_command(self, file: str = "") -> str:
         """Return the command that makes the image file."""
@@ -34,7 +38,14 @@ class PyxisRuntime(Runtime):
     def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
         """Return `srun --container-image ...` for this node."""
         image = self.image_file(job.image) or job.image
-        words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", scripts.OPTIONS, f"--container-image={image}"]
+        words = [
+            "srun",
+            "--overlap",
+            "--nodes=1",
+            "--ntasks=1",
+            scripts.OPTIONS,
+            f"--container-image={image}",
+        ]
         words.append("--no-container-mount-home")
         sources = [f"{mount.source}:{mount.target}" + (":ro" if mount.read_only else "") for mount in mounts]
         if sources:

@@ -10,7 +10,9 @@ from cluster.errors import ClusterError
 
 #: Devices whose network ends at the machine, such as docker0. Docker names its other bridges `br-ID`; a `br-lan` is a
 #: bridge to an outside network.
-INSIDE = re.compile(r"lo|(docker|podman|nerdctl|virbr|lxcbr|lxdbr|cni|flannel|cali|veth|vnet)[\w.-]*|br-[0-9a-f]{12}")
+INSIDE = re.compile(
+    r"lo|(docker|podman|nerdctl|virbr|lxcbr|lxdbr|cni|flannel|cali|veth|vnet)[\w.-]*|br-[0-9a-f]{12}"
+)
 #: Devices of overlay networks, which are slow because they encrypt every packet.
 _OVERLAY = re.compile(r"tailscale.*|zt.*|wg.*|nebula.*|tun.*|tap.*|utun.*")
 _LINE = re.compile(r"\d+: (?P<device>[^\s@]+)\S*\s+inet6? (?P<number>[0-9A-Fa-f.:]+)(?P<rest>.*)")
@@ -42,7 +44,11 @@ def addresses(text: str, speeds: Mapping[str, int]) -> tuple[Address, ...]:
     found = []
     for line in text.splitlines():
         match = _LINE.match(line)
-        if match and " scope global" in match["rest"] and not re.search(r" (temporary|deprecated)", match["rest"]):
+        if (
+            match
+            and " scope global" in match["rest"]
+            and not re.search(r" (temporary|deprecated)", match["rest"])
+        ):
             found.append(Address(match["number"], match["device"], max(0, speeds.get(match["device"], 0))))
     return tuple(found)
 
@@ -73,7 +79,9 @@ def warnings(address: Address) -> list[str]:
 
 
 def choose(
-    found: Mapping[str, Sequence[Address]], routes: Mapping[str, Mapping[str, Route]], logins: Mapping[str, str]
+    found: Mapping[str, Sequence[Address]],
+    routes: Mapping[str, Mapping[str, Route]],
+    logins: Mapping[str, str],
 ) -> dict[str, Address]:
     """Return for every node an address to which all other nodes have a route.
 
@@ -89,7 +97,9 @@ def choose(
         usable: list[tuple[tuple[object, ...], Address]] = []
         failed = []
         for order, address in enumerate(candidates(mine)):
-            paths = {other: routes[other].get(address.number, Route(problem="route unknown")) for other in others}
+            paths = {
+                other: routes[other].get(address.number, Route(problem="route unknown")) for other in others
+            }
             bad = next(((other, path) for other, path in paths.items() if path.problem), None)
             if bad:
                 failed.append(f"{address} cannot be reached from {bad[0]} ({bad[1].problem})")

@@ -23,7 +23,9 @@ from cluster.spec.traits import Traits
 class _Rented(Traits):
     """A rented machine: a container with the files of this machine."""
 
-    name, machines, in_containers = "rented", "here", True
+    name = "rented"
+    machines = "here"
+    in_containers = True
     supports = frozenset({"--image", "--mount", "--prologue"})
     refusals: ClassVar[Mapping[str, str]] = {"unequal nodes": "a task file has one number for all nodes"}
 

@@ -85,7 +85,9 @@ def _of_logins(logins: Sequence[tuple[str, str, int]]) -> Inventory:
             raise UsageError(f"{origin}: {login!r} is not a login", _LOGIN_FORM)
         name = re.sub(r"[:%]", "-", match["host"].strip("[]")).strip("-")
         if not re.fullmatch(NAME, name):
-            raise UsageError(f"{origin}: {name!r} is not a valid node name", "give the host an alias in ~/.ssh/config")
+            raise UsageError(
+                f"{origin}: {name!r} is not a valid node name", "give the host an alias in ~/.ssh/config"
+            )
         if name in nodes:
             raise UsageError(f"{origin}: {name} occurs twice", "name each machine once; its GPUs are slots")
         nodes[name] = Machine(name, "", tuple(range(gpus)), login=login, runtime="")

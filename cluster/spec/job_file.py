@@ -28,7 +28,9 @@ def file_type(table: Table) -> type[JobFile]:
         made[each.key_name] = (_type(each, table), _field(each))
         if each.key_name == ENV:
             made[SECRETS] = (list[EnvName], Field(default_factory=list, description=_SECRETS_HELP))
-    return create_model("JobFile", __base__=JobFile, __doc__=JobFile.__doc__, **made, **schema.sections(table))
+    return create_model(
+        "JobFile", __base__=JobFile, __doc__=JobFile.__doc__, **made, **schema.sections(table)
+    )
 
 
 def _field(each: Declared) -> Any:
@@ -38,19 +40,24 @@ def _field(each: Declared) -> Any:
         return Field(default_factory=dict, description=description)
     if isinstance(each.default, list):
         return Field(default_factory=list, description=description)
-    return Field(default=each.key.write(each.default) if each.default else each.default, description=description)
+    return Field(
+        default=each.key.write(each.default) if each.default else each.default, description=description
+    )
 
 
 def _type(each: Declared, table: Table) -> Any:
     """Return pydantic's type of an option's key."""
-    key, kind = each.key, each.type
+    key = each.key
+    kind = each.type
     if each.key_name == ENV:
         return Environment
     if each.key_name == "backend":
         names = ("auto", "here", *table)
         return Literal[names]
     if key.read:
-        return Annotated[kind, BeforeValidator(key.read, json_schema_input_type=_at_least(key.takes, key.least))]
+        return Annotated[
+            kind, BeforeValidator(key.read, json_schema_input_type=_at_least(key.takes, key.least))
+        ]
     if key.choices:
         return Literal[key.choices]
     if key.item:

@@ -45,7 +45,9 @@ def command() -> Key:
 
 def names() -> Key:
     """Return the key of an option that is a text of names with commas; the file may list the names."""
-    return Key(takes=str | list[str], read=_comma_separated, write=lambda text: text.replace(" ", "").split(","))
+    return Key(
+        takes=str | list[str], read=_comma_separated, write=lambda text: text.replace(" ", "").split(",")
+    )
 
 
 def scalar(check: Callable[[str], object] = str, write: Callable[[str], object] = str) -> Key:
@@ -91,7 +93,9 @@ def _comma_separated(value: Any) -> Any:
 def _gpu_counts(value: Any) -> str:
     numbers = value if isinstance(value, list) else [value]
     if not numbers or not all(isinstance(number, str | int) for number in numbers):
-        raise UsageError(f"{value!r} is not a number, a list of numbers or all", "for example: gpus: 2, or [2, 1]")
+        raise UsageError(
+            f"{value!r} is not a number, a list of numbers or all", "for example: gpus: 2, or [2, 1]"
+        )
     text = ",".join(map(str, numbers))
     gpus_per_node(text)
     return text

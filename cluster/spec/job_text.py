@@ -10,7 +10,8 @@ from cluster.spec.request import LaunchOptions, keyed
 from cluster.spec.traits import Table, Traits
 
 #: The key of the variables of --env that have a value, and the key of the names of the others.
-ENV, SECRETS = "env", "secrets"
+ENV = "env"
+SECRETS = "secrets"
 _HEAD = "# clusterctl launch FILE runs this job. Relative paths are relative to the current folder.\n"
 
 

@@ -184,7 +184,9 @@ class Job(UnchangedOptions):
             if value < least:
                 raise UsageError(f"{option} {value:g}: must be at least {least}")
         if self.grace_s > contract.MAX_GRACE_S:
-            raise UsageError(f"--grace {self.grace_s:g}s: must be at most {contract.MAX_GRACE_S:g}s (18 hours)")
+            raise UsageError(
+                f"--grace {self.grace_s:g}s: must be at most {contract.MAX_GRACE_S:g}s (18 hours)"
+            )
         shares = zip(self.gpus_of_nodes, self.procs, strict=True)
         if any(procs > 1 and any(isinstance(gpu, str) for gpu in gpus) for gpus, procs in shares):
             each = self.procs_per_node
@@ -202,7 +204,11 @@ class Job(UnchangedOptions):
         """The number of processes of each node."""
         if self.procs_per_node == "all":
             return tuple(len(host.gpus) for host in self.hosts)
-        return self.procs_per_node if isinstance(self.procs_per_node, tuple) else (self.procs_per_node,) * self.nodes
+        return (
+            self.procs_per_node
+            if isinstance(self.procs_per_node, tuple)
+            else (self.procs_per_node,) * self.nodes
+        )
 
     def on(self, hosts: Sequence[Machine]) -> "Job":
         """Return the job on other machines, of which those that it does not have get as many processes as any node."""

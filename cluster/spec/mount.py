@@ -24,5 +24,7 @@ def parse(text: str, cwd: str) -> Mount:
     source = absolute(source, cwd)
     target = rest[0] if rest and rest[0] else source
     if not target.startswith("/"):
-        raise UsageError(f"--mount {text!r}: the target must be an absolute path", "for example: --mount ./data:/data")
+        raise UsageError(
+            f"--mount {text!r}: the target must be an absolute path", "for example: --mount ./data:/data"
+        )
     return Mount(source, target, read_only=rest[1:] != ["rw"])

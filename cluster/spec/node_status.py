@@ -64,7 +64,9 @@ def from_agent(name: str, agent: AgentStatus, state: str = "", why: str = "") ->
         detail = (agent.reason or "") if agent.exit_code else ""
         if failure := agent.failure:
             detail = "" if failure.rank is not None else failure.error
-        ended = NodeStatus(name, "exited", agent.exit_code, detail, agent.ended_at, failure=failure, events=events)
+        ended = NodeStatus(
+            name, "exited", agent.exit_code, detail, agent.ended_at, failure=failure, events=events
+        )
         return replace(ended, lost=agent.lost)
     if word == "exit":  # the runtime failed before the agent started
         code, at = from_exit_file(rest)

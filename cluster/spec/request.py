@@ -22,7 +22,8 @@ option = functools.partial(typer.Option, show_default=False)
 argument = functools.partial(typer.Argument, show_default=False)
 #: What `--backend` means without naming a backend. The command line lists the backends too (cli/options.py).
 HERE_AND_AUTO = (
-    "here: compose if Docker is running, otherwise local. auto: the inventory's backend, or here without an inventory."
+    "here: compose if Docker is running, otherwise local. "
+    "auto: the inventory's backend, or here without an inventory."
 )
 #: Marks an option that not all backends support: those that do name it in `Traits.supports`, any other refuses it.
 SOME_BACKENDS = "some backends"
@@ -51,7 +52,9 @@ class BackendOptions:
     account: Annotated[
         str, option(metavar="NAME", help="Account to charge.", rich_help_panel=_SLURM), SOME_BACKENDS
     ] = ""
-    qos: Annotated[str, option(metavar="NAME", help="Quality of service.", rich_help_panel=_SLURM), SOME_BACKENDS] = ""
+    qos: Annotated[
+        str, option(metavar="NAME", help="Quality of service.", rich_help_panel=_SLURM), SOME_BACKENDS
+    ] = ""
     time_limit: Annotated[
         str,
         option(
@@ -78,7 +81,12 @@ class BackendOptions:
         A setting of another backend, such as `slurm.mem=32G`, is left out: a job file may have a section for each.
         Without `unnamed`, so is one that names no backend.
         """
-        named = {"partition": self.partition, "account": self.account, "qos": self.qos, "time": self.time_limit}
+        named = {
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "time": self.time_limit,
+        }
         found = {key: value for key, value in named.items() if value and unnamed}
         for text in self.settings:
             key, _, value = text.removeprefix("--").partition("=")
@@ -119,7 +127,9 @@ class UnchangedOptions:
 class _JobOptions:
     """Options from which resolver.py computes a Job, in the order of the keys of job.yaml."""
 
-    name: Annotated[str, option(metavar="NAME", help="Name of the job.  [default: derived from the command]")] = ""
+    name: Annotated[
+        str, option(metavar="NAME", help="Name of the job.  [default: derived from the command]")
+    ] = ""
     nodes: Annotated[
         str,
         option(
@@ -255,7 +265,9 @@ class _JobOptions:
             "Repeatable. Compose has an equivalent for most of them.",
             rich_help_panel=_PROGRAM,
         ),
-        Key(help="Options of docker run or podman run for the containers: `[--memory=32g, --ulimit nofile=65536]`."),
+        Key(
+            help="Options of docker run or podman run for the containers: `[--memory=32g, --ulimit nofile=65536]`."
+        ),
         SOME_BACKENDS,
     ] = field(default_factory=list)
     spares: Annotated[
@@ -306,7 +318,9 @@ class _JobOptions:
     ] = "auto"
     run_root: Annotated[
         str,
-        option("--run-dir", metavar="DIR", help="Where to create the job's run directory.  [default: ./runs]"),
+        option(
+            "--run-dir", metavar="DIR", help="Where to create the job's run directory.  [default: ./runs]"
+        ),
         Key("run_dir"),
     ] = ""
     python: Annotated[
@@ -330,7 +344,8 @@ class SecretOptions:
     """The options of secrets."""
 
     env_file: Annotated[
-        str, option(metavar="FILE", help="File of secrets, one NAME=VALUE per line.", rich_help_panel=_PROGRAM)
+        str,
+        option(metavar="FILE", help="File of secrets, one NAME=VALUE per line.", rich_help_panel=_PROGRAM),
     ] = ""
 
 
@@ -348,7 +363,9 @@ class ArrayOptions:
     ] = ""
     array_limit: Annotated[
         int,
-        typer.Option(metavar="N", min=1, help="How many jobs of the array may run at once.", rich_help_panel=_SLURM),
+        typer.Option(
+            metavar="N", min=1, help="How many jobs of the array may run at once.", rich_help_panel=_SLURM
+        ),
         Key(least=1),
     ] = 256
 
@@ -384,12 +401,18 @@ class MachineOptions:
     ] = ""
     ssh_config: Annotated[
         str,
-        option(metavar="FILE", help="SSH configuration to use instead of ~/.ssh/config.", rich_help_panel=_MACHINES),
+        option(
+            metavar="FILE",
+            help="SSH configuration to use instead of ~/.ssh/config.",
+            rich_help_panel=_MACHINES,
+        ),
     ] = ""
     only: Annotated[
         str,
         option(
-            metavar="A,B", help="Use only these machines of the inventory, by name or label.", rich_help_panel=_MACHINES
+            metavar="A,B",
+            help="Use only these machines of the inventory, by name or label.",
+            rich_help_panel=_MACHINES,
         ),
         job_key.names(),
     ] = ""

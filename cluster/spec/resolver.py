@@ -15,7 +15,14 @@ from cluster.spec.job_name import default_name, stem
 from cluster.spec.model import Device, Inventory, Job, Machine, Queue
 from cluster.spec.mount import Mount
 from cluster.spec.paths import absolute
-from cluster.spec.request import DEFAULT_RESTARTS, DEFAULT_STALL_TIMEOUT_S, DEVICES, Request, UnchangedOptions, declared
+from cluster.spec.request import (
+    DEFAULT_RESTARTS,
+    DEFAULT_STALL_TIMEOUT_S,
+    DEVICES,
+    Request,
+    UnchangedOptions,
+    declared,
+)
 from cluster.spec.setup_key import setup_key
 from cluster.spec.shell_words import split
 from cluster.spec.traits import Table, Traits
@@ -227,7 +234,11 @@ def _queue(request: Request, backend: Traits, table: Table, inventory: Inventory
     if backend.machines != "assigned":
         return None
     login = inventory.machines[0] if inventory else backend.login_node(request.image)
-    login = replace(login, run_dir="") if backend.has_login_node and request.run_root and not login.login else login
+    login = (
+        replace(login, run_dir="")
+        if backend.has_login_node and request.run_root and not login.login
+        else login
+    )
     given = request.given_settings(backend.name, table)
     return Queue(login, backend.settings(inventory.settings if inventory else {}, given))
 
@@ -263,12 +274,16 @@ def _procs(
     if isinstance(wanted, int):
         return wanted
     number = max(wanted) if isinstance(wanted, tuple) else 2
-    backend.refuse("unequal nodes", table, f"--gpus {request.gpus}", f"give all nodes one number: --gpus {number}")
+    backend.refuse(
+        "unequal nodes", table, f"--gpus {request.gpus}", f"give all nodes one number: --gpus {number}"
+    )
     if isinstance(wanted, tuple):
         return wanted
     device = inventory.device if inventory and request.device == "auto" else request.device
     if device == "cpu":
-        cause = "--device cpu" if request.device == "cpu" else f"device: cpu in {inventory and inventory.path}"
+        cause = (
+            "--device cpu" if request.device == "cpu" else f"device: cpu in {inventory and inventory.path}"
+        )
         hint = "give the number of CPU processes per node: --gpus 2"
         raise UsageError(f"--gpus all: there are no GPUs to count with {cause}", hint)
     return "all" if inventory else _all_gpus_here(here, nodes)
@@ -331,7 +346,9 @@ def _hosts(
     """Return the job's machines and its spares, the first ones of the inventory."""
     if len(inventory.machines) < nodes + request.spares:
         known = ", ".join(node.name for node in inventory.machines)
-        why = f"--nodes {nodes} --spares {request.spares}: {inventory.path or 'the inventory'} has only {known}"
+        why = (
+            f"--nodes {nodes} --spares {request.spares}: {inventory.path or 'the inventory'} has only {known}"
+        )
         hint = "use fewer --nodes, or add machines to the inventory: clusterctl init"
         raise UsageError(why, hint)
     hosts = inventory.machines[:nodes]
@@ -356,14 +373,20 @@ def _refuse_without_gpus(machines: Sequence[Machine], inventory: Inventory) -> N
 
 
 def _refuse_with_few_gpus(
-    request: Request, hosts: Sequence[Machine], spares: Sequence[Machine], procs: int | tuple[int, ...], device: Device
+    request: Request,
+    hosts: Sequence[Machine],
+    spares: Sequence[Machine],
+    procs: int | tuple[int, ...],
+    device: Device,
 ) -> None:
     """Raise UsageError if a machine has fewer GPUs than its node has processes."""
     machines = (*hosts, *spares)
     per_host = procs if isinstance(procs, tuple) else (procs,) * len(hosts)
     per_machine = (*per_host, *[max(per_host)] * len(spares))  # a spare may have to replace any node
     for index, (machine, wanted) in enumerate(zip(machines, per_machine, strict=True)):
-        needs_gpus = device == "cuda" or bool(machine.gpus)  # with `any`, machines without GPUs use their CPUs
+        needs_gpus = device == "cuda" or bool(
+            machine.gpus
+        )  # with `any`, machines without GPUs use their CPUs
         if not needs_gpus or len(machine.gpus) >= wanted:
             continue
         where = "here" if index < len(hosts) else "of a spare"
@@ -380,7 +403,9 @@ def _run_options(request: Request, machines: Sequence[Machine]) -> tuple[str, ..
     engine_options.parse(request.run_options)
     without = [each for each in machines if not (each.runtime and RUNTIMES[each.runtime].takes_run_options)]
     if request.run_options and without:
-        why = f"--run-option: {without[0].name} starts its programs with runtime {without[0].runtime or 'none'}"
+        why = (
+            f"--run-option: {without[0].name} starts its programs with runtime {without[0].runtime or 'none'}"
+        )
         raise UsageError(why, "omit it: only docker and podman take options of docker run")
     return tuple(request.run_options)
 
@@ -393,13 +418,16 @@ def _workdir(request: Request, here: Here, mounts: Sequence[Mount]) -> str:
     if request.workdir and not here.is_folder(path):
         raise UsageError(f"--workdir {request.workdir}: no such folder", f"the full path would be {path}")
     if request.command and any(each.target == path for each in mounts):
-        raise UsageError(f"--mount: {path} is the working directory, which is mounted and writable", "omit this mount")
+        raise UsageError(
+            f"--mount: {path} is the working directory, which is mounted and writable", "omit this mount"
+        )
     return path
 
 
 def _image(request: Request, backend: Traits, inventory: Inventory | None, placement: _Placement) -> str:
     """Return the container image, "" if no node runs in a container. Raise UsageError if the runtime has no default."""
-    hosts, queue = placement.hosts, placement.queue
+    hosts = placement.hosts
+    queue = placement.queue
     if backend.in_containers is False or (hosts and all(RUNTIMES[node.runtime].inside for node in hosts)):
         return ""
     built = f"{stem(absolute(request.build, '/'))}:latest" if request.build else ""
@@ -419,8 +447,6 @@ def _all_nodes(request: Request, inventory: Inventory) -> int:
     count = len(inventory.machines)
     if 0 < count <= request.spares and not (request.nodes or inventory.is_assigned):
         machines = "1 machine" if count == 1 else f"{count} machines"
-        why = (
-            f"--spares {request.spares}: {inventory.path or 'the inventory'} has {machines}, so none is left for a node"
-        )
+        why = f"--spares {request.spares}: {inventory.path or 'the inventory'} has {machines}, so none is left for a node"
         raise UsageError(why, "use fewer --spares, or add machines to the inventory: clusterctl init")
     return count - request.spares

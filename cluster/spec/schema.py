@@ -96,7 +96,9 @@ def _gpus(value: Any) -> Any:
     """Return the ids of GPUs and UUIDs of MIG slices; a number N means the first N."""
     ids = [*range(int(value))] if isinstance(value, str) and re.fullmatch("[0-9]{1,4}", value) else value
     words = [str(each) for each in ids] if isinstance(ids, list) else [""]
-    if len(set(words)) < len(words) or not all(re.fullmatch(r"[0-9]{1,4}|MIG-[\w-]+", word) for word in words):
+    if len(set(words)) < len(words) or not all(
+        re.fullmatch(r"[0-9]{1,4}|MIG-[\w-]+", word) for word in words
+    ):
         hint = "for example: gpus: 4, or [0, 2], or UUIDs of MIG slices (nvidia-smi -L): [MIG-...]"
         raise UsageError(f"{value!r} is not a number or list of GPUs", hint)
     return [int(word) if word.isdigit() else word for word in words]
@@ -127,12 +129,16 @@ def _named(value: Any) -> Any:
 
 Folder = Annotated[str, StringConstraints(pattern=_ABSOLUTE), AfterValidator(posixpath.normpath)]
 Gpus = Annotated[
-    tuple[Gpu, ...], BeforeValidator(_gpus, json_schema_input_type=NonNegativeInt | list[NonNegativeInt | str])
+    tuple[Gpu, ...],
+    BeforeValidator(_gpus, json_schema_input_type=NonNegativeInt | list[NonNegativeInt | str]),
 ]
 Name = Annotated[str, StringConstraints(pattern=inventory.NAME)]
 #: Any scalar, as the text in the file.
 Text = Annotated[
-    str, BeforeValidator(lambda value: "" if value is None else value, json_schema_input_type=str | float | bool | None)
+    str,
+    BeforeValidator(
+        lambda value: "" if value is None else value, json_schema_input_type=str | float | bool | None
+    ),
 ]
 EnvName = Annotated[str, StringConstraints(pattern=environment.NAME)]
 Environment = dict[EnvName, Text]
@@ -156,7 +162,8 @@ class _NodeKeys(Keys):
         "`nvidia-smi -L`. By default all of them.",
     )
     run_dir: Folder | None = Field(
-        default=None, description="Folder on the node for the run directories of jobs. By default `~/clusterctl/runs`."
+        default=None,
+        description="Folder on the node for the run directories of jobs. By default `~/clusterctl/runs`.",
     )
     data_dir: Folder | None = Field(
         default=None, description="Folder on the node that `sync` copies to. By default `~/clusterctl/data`."
@@ -184,12 +191,15 @@ class MachineKeys(_NodeKeys):
         "name.",
     )
     address: Annotated[str, AfterValidator(_address)] | None = Field(
-        default=None, description="IP address, not a name, that the other nodes connect to. By default looked up."
+        default=None,
+        description="IP address, not a name, that the other nodes connect to. By default looked up.",
     )
     labels: tuple[str, ...] = Field(default=(), description="Words that `--only` may select the node by.")
 
 
-_NONE_IS_EMPTY = BeforeValidator(lambda keys: {} if keys is None else keys, json_schema_input_type=MachineKeys | None)
+_NONE_IS_EMPTY = BeforeValidator(
+    lambda keys: {} if keys is None else keys, json_schema_input_type=MachineKeys | None
+)
 
 
 class File(Keys):
@@ -202,7 +212,8 @@ class File(Keys):
         "apptainer, pyxis and enroot have no default.",
     )
     device: Device = Field(
-        default="cuda", description="`cuda`: GPUs or an error; `cpu`; `any`: the program decides what it uses."
+        default="cuda",
+        description="`cuda`: GPUs or an error; `cpu`; `any`: the program decides what it uses.",
     )
     ssh_config: str = Field(default="", description="SSH configuration to read instead of `~/.ssh/config`.")
     env: Environment = Field(
@@ -218,7 +229,9 @@ class File(Keys):
     mounts: list[MountText] = Field(
         default=[], description="`SOURCE[:TARGET[:rw]]`: folders of the node that every container gets."
     )
-    defaults: Defaults = Field(default_factory=Defaults, description="Values for nodes that do not have these keys.")
+    defaults: Defaults = Field(
+        default_factory=Defaults, description="Values for nodes that do not have these keys."
+    )
     nodes: Annotated[
         dict[Name, Annotated[MachineKeys, _NONE_IS_EMPTY]],
         BeforeValidator(_named, json_schema_input_type=list[str] | dict[Name, MachineKeys | None]),
@@ -233,7 +246,8 @@ def sections(table: Table) -> dict[str, Any]:
     """Return the sections of the backends in `table`, as fields for `pydantic.create_model`."""
     kinds = {name: backend.section_type() for name, backend in table.items() if backend.section}
     return {
-        name: (kind, Field(default_factory=kind if isinstance(kind, type) else dict)) for name, kind in kinds.items()
+        name: (kind, Field(default_factory=kind if isinstance(kind, type) else dict))
+        for name, kind in kinds.items()
     }
 
 
@@ -241,7 +255,10 @@ def file_type(table: Table) -> type[File]:
     """Return the model of cluster.yaml with the section of each backend in `table`."""
     names = tuple(name for name, backend in table.items() if backend.machines != "here")
     what = "Where jobs run: on the machines in `nodes` (`ssh`), or on a cluster of this kind."
-    fields: dict[str, Any] = {**sections(table), "backend": (Literal[names], Field(default="ssh", description=what))}
+    fields: dict[str, Any] = {
+        **sections(table),
+        "backend": (Literal[names], Field(default="ssh", description=what)),
+    }
     return create_model("File", __base__=File, __doc__=File.__doc__, **fields)
 
 
@@ -330,18 +347,24 @@ def _translate(error: Any, model: type[Keys], source: Source) -> UsageError:
     key = tuple(error["loc"])
     if key[-1] == "[key]":
         key = key[:-1]
-    kind, given, context = error["type"], error["input"], error.get("ctx", {})
+    kind = error["type"]
+    given = error["input"]
+    context = error.get("ctx", {})
     raised = context.get("error")
     if isinstance(raised, UsageError):
         return source.error(key, re.sub(r"^--[a-z-]+ ", "", raised.message), raised.hint)
-    problem, hint = f"{given!r}: {error['msg'][0].lower()}{error['msg'][1:]}", ""
+    problem = f"{given!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    hint = ""
     if kind == "extra_forbidden":
         known = list(model_at(model, key[:-1]).model_fields)
-        problem, hint = "unknown key", near_or_all(str(key[-1]), known)
+        problem = "unknown key"
+        hint = near_or_all(str(key[-1]), known)
     elif kind in ("dict_type", "model_type"):
-        problem, hint = f"{given!r}: must be keys and values", f"for example: {key[-1]}: {{key: value}}"
+        problem = f"{given!r}: must be keys and values"
+        hint = f"for example: {key[-1]}: {{key: value}}"
     elif kind == "tuple_type":
-        problem, hint = f"{given!r}: must be a list", f"for example: {key[-1]}: [a, b]"
+        problem = f"{given!r}: must be a list"
+        hint = f"for example: {key[-1]}: [a, b]"
     elif kind == "string_pattern_mismatch":
         problem = f"{given!r}: expected {_EXPECTED[context['pattern']]}"
     return source.error(key, problem, hint)
@@ -386,7 +409,9 @@ def read(text: str, path: str, table: Table, cwd: str = "/") -> Inventory:
         machines=machines or (backend.login_node(file.image),),
         backend=backend.name,
         is_assigned=backend.machines == "assigned",
-        settings=section.model_dump(mode="json", exclude_defaults=True) if isinstance(section, BaseModel) else section,
+        settings=section.model_dump(mode="json", exclude_defaults=True)
+        if isinstance(section, BaseModel)
+        else section,
         image=file.image,
         device=file.device,
         env=file.env,
@@ -403,7 +428,9 @@ def _check_nodes(file: File, backend: Traits, table: Table, source: Source) -> N
     """Raise UsageError for nodes that do not fit the backend."""
     for name in sorted({each.runtime for each in (file.defaults, *file.nodes.values()) if each.runtime}):
         if not backend.fits(RUNTIMES[name]):
-            other = next(each.name for each in table.values() if each.machines != "here" and each.fits(RUNTIMES[name]))
+            other = next(
+                each.name for each in table.values() if each.machines != "here" and each.fits(RUNTIMES[name])
+            )
             hint = f"set backend: {other}, or runtime: {next(iter(ENGINES))}"
             raise source.error(("nodes",), f"runtime {name} needs backend {other}", hint)
     if backend.machines == "assigned" and len(file.nodes) > backend.has_login_node:
@@ -418,20 +445,26 @@ def _check_nodes(file: File, backend: Traits, table: Table, source: Source) -> N
         raise source.error(("nodes",), "no node", "for example: nodes: [gpu-a, gpu-b]")
 
 
-def _machine(name: str, keys: MachineKeys, file: File, backend: Traits, source: Source, folder: str) -> Machine:
+def _machine(
+    name: str, keys: MachineKeys, file: File, backend: Traits, source: Source, folder: str
+) -> Machine:
     """Return a machine with its own values, or the `defaults`."""
     defaults = file.defaults
     values: dict[str, Any] = {
         "address": "",
         "login": name,
         "runtime": backend.default_runtime,
-        "ssh_config": file.ssh_config if file.ssh_config[:1] in ("", "~") else posixpath.join(folder, file.ssh_config),
+        "ssh_config": file.ssh_config
+        if file.ssh_config[:1] in ("", "~")
+        else posixpath.join(folder, file.ssh_config),
         **defaults.model_dump(exclude_none=True, exclude={"user", "port"}),
         **keys.model_dump(exclude_none=True),
     }
     if values.get("gpus") == () and file.device == "cuda":
         where = ("nodes", name) if keys.gpus is not None else ("defaults",)
-        raise source.error((*where, "gpus"), "no GPU, and device is cuda", "set device: cpu at the top, or omit gpus")
+        raise source.error(
+            (*where, "gpus"), "no GPU, and device is cuda", "set device: cpu at the top, or omit gpus"
+        )
     login = values["login"]
     if login and defaults.user and "@" not in login:
         login = f"{defaults.user}@{login}"
@@ -449,7 +482,9 @@ def _refuse_addresses(nodes: Sequence[Machine], source: Source) -> None:
     for node in nodes:
         key = ("nodes", node.name, "address")
         if node.address and node.address in seen:
-            raise source.error(key, f"{node.address} is also {seen[node.address]}'s address", "name each machine once")
+            raise source.error(
+                key, f"{node.address} is also {seen[node.address]}'s address", "name each machine once"
+            )
         seen[node.address] = node.name
     loopback = [node for node in nodes if node.address and ipaddress.ip_address(node.address).is_loopback]
     if loopback and len(loopback) < len(nodes):

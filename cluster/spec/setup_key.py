@@ -12,7 +12,8 @@ from cluster.spec.paths import absolute
 _INSTALLER_VARIABLES = ("PIP_", "UV_")
 #: The files and folders that a requirements file includes.
 _INCLUDES = re.compile(
-    rb"^\s*(?:(?:-r|-c|-e|--requirement|--constraint|--editable)[ \t=]*|(?=\.\.?(?:/|$)|/\w))(\S+)", re.MULTILINE
+    rb"^\s*(?:(?:-r|-c|-e|--requirement|--constraint|--editable)[ \t=]*|(?=\.\.?(?:/|$)|/\w))(\S+)",
+    re.MULTILINE,
 )
 
 

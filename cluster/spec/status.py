@@ -11,12 +11,23 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cluster.agent.app.node_agent import events
-from cluster.agent.app.node_agent.events import Event, amount, count, flag, optional, required, text, timestamp
+from cluster.agent.app.node_agent.events import (
+    Event,
+    amount,
+    count,
+    flag,
+    optional,
+    required,
+    text,
+    timestamp,
+)
 
 T = TypeVar("T")
 
 #: Characters of a status, entries of its lists, and the largest exit code.
-MOST_STATUS, _MOST_ENTRIES, _MOST_EXIT_CODE = 1 << 20, 4096, 255
+MOST_STATUS = 1 << 20
+_MOST_ENTRIES = 4096
+_MOST_EXIT_CODE = 255
 
 
 def _each(convert: Callable[[object], T | None]) -> Callable[[object], tuple[T, ...] | None]:

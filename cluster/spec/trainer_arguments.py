@@ -31,7 +31,9 @@ def with_paths(
         if here.exists(path) and ("/" in argument or "." in argument or folder_of_data):
             paths += [path, *_needed_by(option, path, here)]
             argument = path
-        elif "/" in argument and option in contract.INPUT_OPTIONS and not is_mounted and "://" not in argument:
+        elif (
+            "/" in argument and option in contract.INPUT_OPTIONS and not is_mounted and "://" not in argument
+        ):
             shown = f"{before}{argument}" if before else f"{option} {argument}"
             raise UsageError(f"{shown}: no such file", f"the full path would be {path}")
         arguments.append(before + argument)

@@ -68,7 +68,9 @@ class Traits:
         module, _, name = self.section.partition(":")
         return getattr(importlib.import_module(module), name)
 
-    def refuse(self, option: str, table: Mapping[str, "Traits"], given: str = "", instead: str = "omit it") -> None:
+    def refuse(
+        self, option: str, table: Mapping[str, "Traits"], given: str = "", instead: str = "omit it"
+    ) -> None:
         """Raise UsageError if it does not support an option.
 
         `given` is what the user typed, such as `--nodes 2:4`, and `instead` is what to do about it.
@@ -76,7 +78,9 @@ class Traits:
         if option in self.supports:
             return
         if why := self.refusals.get(option):
-            raise UsageError(f"{given or option}: {why}", instead if (given or option).startswith("--") else "")
+            raise UsageError(
+                f"{given or option}: {why}", instead if (given or option).startswith("--") else ""
+            )
         others = [f"--backend {other.name}" for other in table.values() if option in other.supports]
         hint = f"{instead}, or use a backend that supports it: {', '.join(others)}" if others else instead
         raise UsageError(f"{given or option} is not supported by the backend {self.name}", hint)

@@ -51,7 +51,8 @@ class AttemptMonitor:
 
     def read(self, *, everything: bool = False) -> tuple[list[Event], list[tuple[str, str]]]:
         """Return the events and lines added to the local logs since the last call, without polling."""
-        events, texts = [], []
+        events = []
+        texts = []
         for node, line in self._reader.lines():
             event = logs.event(line)
             if event is not None:
@@ -137,7 +138,9 @@ def _note_silence(show: Display, before: Sequence[str], view: JobView) -> None:
 
 def _is_secondary(view: JobView) -> bool:
     """Return whether all known failures are consequences of one not yet observed."""
-    return job_state.is_secondary(job_state.failing(view)[0]) and not any(node.status.silent for node in view.nodes)
+    return job_state.is_secondary(job_state.failing(view)[0]) and not any(
+        node.status.silent for node in view.nodes
+    )
 
 
 def _before_tracebacks(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

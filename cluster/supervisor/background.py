@@ -55,7 +55,9 @@ def leave_behind(record: JobRecord, records: JobStore, secrets: Mapping[str, str
     argv = [sys.executable, "-c", _PROGRAM, "supervise", plan.job_id]
     try:
         with inside.open_file(plan.run_dir, notes.NAME, "ab") as log:
-            process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            )
         assert process.stdin
         with (
             suppress(BrokenPipeError),
@@ -92,12 +94,17 @@ def _supervise(job_id: str, records: JobStore, secrets: Mapping[str, str]) -> No
         except UnreachableError as error:
             if time.monotonic() - noted_at > _NOTE_EVERY_S:
                 noted_at = time.monotonic()
-                notes.add(record.plan, f"{with_hint(error.message, error.hint)}; trying again until the job is stopped")
+                notes.add(
+                    record.plan,
+                    f"{with_hint(error.message, error.hint)}; trying again until the job is stopped",
+                )
             until = time.monotonic() + _RETRY_S
             while time.monotonic() < until and not records.load(job_id).outcome:
                 time.sleep(attempt_monitor.POLL_S)
             continue
-        if records.load(job_id).outcome != "stopped":  # `stop` itself cleans up, and waits for the end of this process
+        if (
+            records.load(job_id).outcome != "stopped"
+        ):  # `stop` itself cleans up, and waits for the end of this process
             _, problems = job_end.finish(attempt, records)
             notes.add(attempt.plan, *problems)
         return

@@ -76,7 +76,9 @@ class GpuQueue:
 
     def _poll(self) -> tuple[dict[str, dict[Gpu, str]], set[str]]:
         """Renew the tickets. Return the job of each GPU in use, by machine that answers, and all tickets."""
-        answers = parallel.each(self._machines, lambda machine: self._run(machine, ",".join(map(str, machine.gpus))))
+        answers = parallel.each(
+            self._machines, lambda machine: self._run(machine, ",".join(map(str, machine.gpus)))
+        )
         held: dict[str, dict[Gpu, str]] = {}
         tickets: set[str] = set()
         for name, done in answers.items():
@@ -94,7 +96,9 @@ class GpuQueue:
     def _run(self, machine: Machine, what: str) -> Completed:
         done = reach(machine).run(scripts.command("queue", self._ticket, what), timeout_s=15)
         if done.code:
-            raise UnreachableError(f"{machine.name}: {done.last_line}", "the queue needs GNU find on the node")
+            raise UnreachableError(
+                f"{machine.name}: {done.last_line}", "the queue needs GNU find on the node"
+            )
         return done
 
 
@@ -143,7 +147,9 @@ def launch_in_turn(
     inventory = site.inventory if job.hosts else None
     machines = inventory.machines if inventory else [this_machine(site.here.gpus)]
     if not all(machine.gpus for machine in machines):
-        raise UsageError("--wait: the job uses no GPUs", "omit --wait, or set gpus of the nodes in cluster.yaml")
+        raise UsageError(
+            "--wait: the job uses no GPUs", "omit --wait, or set gpus of the nodes in cluster.yaml"
+        )
     starter.check_sources(job)  # before the wait, which may take hours
     until = time.time() + wait_s
     queue = GpuQueue(job.name, machines, dict if job.hosts else lambda: launcher.gpus_in_use(starter.records))

@@ -49,8 +49,10 @@ def record_outcome(attempt: AttemptMonitor, records: JobStore) -> list[str]:
 
 def _record_end(attempt: AttemptMonitor, records: JobStore) -> bool:
     """Record the outcome of a job's last attempt. Return whether none was recorded."""
-    view, verdict = attempt.view, attempt.verdict
-    cause, exit_code = report.cause(view, verdict), report.exit_code(view, verdict)
+    view = attempt.view
+    verdict = attempt.verdict
+    cause = report.cause(view, verdict)
+    exit_code = report.exit_code(view, verdict)
     return records.end(attempt.plan.job_id, _outcome(verdict), cause, exit_code)
 
 

@@ -85,7 +85,9 @@ def _observe_all(each: Sequence[JobRecord], records: JobStore) -> list[_Answer]:
     return made
 
 
-def _status(record: JobRecord, records: JobStore, statuses: Sequence[NodeStatus] | None) -> JobStatus | JobRecord:
+def _status(
+    record: JobRecord, records: JobStore, statuses: Sequence[NodeStatus] | None
+) -> JobStatus | JobRecord:
     """Return a job as these statuses show it, or its record with the newer attempt that has to be polled.
 
     None: there are no nodes to poll, because the job has ended or is being started.
@@ -149,9 +151,12 @@ class JobMonitor:
     def step(self, *, everything: bool = False) -> list[tuple[str, str]]:
         """Poll once and return the program's new lines, as `AttemptMonitor.step` does. Raises UnreachableError."""
         record = self._records.load(self.record.plan.job_id)
-        if record.plan.attempt < self.record.plan.attempt and not record.outcome:  # the queue's, not recorded yet
+        if (
+            record.plan.attempt < self.record.plan.attempt and not record.outcome
+        ):  # the queue's, not recorded yet
             record = replace(record, plan=self.record.plan)
-        lines, self._is_undecided = self._begin(record, everything=everything), False
+        lines = self._begin(record, everything=everything)
+        self._is_undecided = False
         if _has_nodes(record, self._records):
             lines += self.attempt.step(time.time(), everything=everything)
             decided = _decided(record, self._records, self.view)

@@ -34,7 +34,15 @@ _STEPPING_S = 4.0
 _LEAST_LEAVE_S = 10.0
 
 #: A phase changes only to a later one, because squeue's answer may be old, unless the node starts over.
-_ORDER: dict[Phase, int] = {"pending": 0, "starting": 1, "setup": 2, "joining": 3, "ready": 4, "exited": 5, "lost": 5}
+_ORDER: dict[Phase, int] = {
+    "pending": 0,
+    "starting": 1,
+    "setup": 2,
+    "joining": 3,
+    "ready": 4,
+    "exited": 5,
+    "lost": 5,
+}
 
 
 @dataclass
@@ -149,7 +157,9 @@ def fold(
     for node, status in zip(view.nodes, statuses, strict=True):
         if status.phase != "lost" or not status.silent:
             if node.phase == "lost" and node.unanswered_since is not None:
-                node.phase, node.since, node.note = "ready" if has_joined else "starting", now, ""
+                node.phase = "ready" if has_joined else "starting"
+                node.since = now
+                node.note = ""
             node.unanswered_since = None
         elif node.unanswered_since is None or is_stepping:
             node.unanswered_since = now
@@ -193,13 +203,16 @@ def judge(
 
 def is_queued(view: JobView) -> bool:
     """Return whether a node waits for a machine, and none has run."""
-    return all(node.phase == "pending" for node in view.nodes) and any(not node.status.where for node in view.nodes)
+    return all(node.phase == "pending" for node in view.nodes) and any(
+        not node.status.where for node in view.nodes
+    )
 
 
 def waits_for(view: JobView) -> str:
     """Return why a node has no machine yet, in the scheduler's words; "" if it has not said so."""
     return next(
-        (node.note for node in view.nodes if node.phase == "pending" and node.note and not node.status.where), ""
+        (node.note for node in view.nodes if node.phase == "pending" and node.note and not node.status.where),
+        "",
     )
 
 
@@ -254,7 +267,8 @@ def missing(view: JobView) -> list[NodeView]:
 def _failed_at(node: NodeView) -> float:
     if node.phase == "lost":  # the time is unknown; it counts as the first
         return 0.0
-    failure, ended_at = node.status.failure, node.status.ended_at
+    failure = node.status.failure
+    ended_at = node.status.ended_at
     if failure is not None and failure.time is not None:
         return failure.time
     return ended_at if ended_at is not None else math.inf
@@ -270,10 +284,13 @@ def _fold_status(node: NodeView, status: NodeStatus, now: float) -> None:
     if status.phase in ("exited", "lost"):
         if node.phase != status.phase:
             detail = status.detail or (f"exit {status.exit_code}" if status.phase == "exited" else "")
-            node.phase, node.since = status.phase, now
+            node.phase = status.phase
+            node.since = now
             node.note = "; ".join(filter(None, (detail, status.where)))
     elif _ORDER[status.phase] > _ORDER[node.phase] or (status.starts_over and status.phase != node.phase):
-        node.phase, node.since, node.note = status.phase, now, status.detail
+        node.phase = status.phase
+        node.since = now
+        node.note = status.detail
         node.reached = node.reached and not status.starts_over
     elif status.detail and (status.phase != "pending" or node.phase == "pending"):
         node.note = status.detail  # a queue's answer is older than the node's own
@@ -345,4 +362,5 @@ def _advance(node: NodeView, phase: Phase, now: float, note: str) -> None:
         return
     if node.phase != phase:
         node.since = now
-    node.phase, node.note = phase, note
+    node.phase = phase
+    node.note = note

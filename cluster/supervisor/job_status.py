@@ -59,7 +59,9 @@ class JobStatus(NamedTuple):
     def nodes(self) -> int | str:
         """The number of its nodes; while they join or run, also how many are ready: `1/2`."""
         count = len(self.record.plan.nodes)
-        return f"{self.view.ready_count}/{count}" if self.state in ("starting", "joining", "running") else count
+        return (
+            f"{self.view.ready_count}/{count}" if self.state in ("starting", "joining", "running") else count
+        )
 
     def words(self, now: float) -> str:
         """Format its state: `running`, or `unreachable for 3 min 05 s; running before`."""
@@ -78,7 +80,9 @@ def observed(record: JobRecord, records: JobStore, state: str, view: JobView) ->
     return JobStatus(record, state, view, reason, last=records.seen(record))
 
 
-def unreachable(record: JobRecord, records: JobStore, error: Exception, view: JobView | None = None) -> JobStatus:
+def unreachable(
+    record: JobRecord, records: JobStore, error: Exception, view: JobView | None = None
+) -> JobStatus:
     """Return what is known of a job that could not be polled; `view` is an earlier one."""
     is_known = isinstance(error, ClusterError)
     text = str(error) if is_known else f"its state cannot be read: {type(error).__name__}: {error}"
@@ -105,4 +109,6 @@ def state(record: JobRecord, view: JobView, now: float) -> str:
         return "running"
     if job_state.is_queued(view) and BACKENDS[record.plan.backend].machines == "assigned":
         return "queued"
-    return "joining" if any(node.phase in ("joining", "ready", "exited") for node in view.nodes) else "starting"
+    return (
+        "joining" if any(node.phase in ("joining", "ready", "exited") for node in view.nodes) else "starting"
+    )

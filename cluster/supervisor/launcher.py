@@ -155,7 +155,11 @@ def _visible_gpus() -> tuple[Gpu, ...]:
         listed = LocalShell().run(["nvidia-smi", "-L"], timeout_s=20)
     except UnreachableError:
         return ()
-    return nvidia_smi.visible_gpus(listed.out, os.environ.get("CUDA_VISIBLE_DEVICES")) if listed.code == 0 else ()
+    return (
+        nvidia_smi.visible_gpus(listed.out, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if listed.code == 0
+        else ()
+    )
 
 
 def plan(job: Job, backend: str) -> Plan:
@@ -211,17 +215,22 @@ class Launcher:
 
     def _launch(self, job: Job, backend: str, code: Mapping[str, int] | None) -> tuple[JobRecord, list[str]]:
         """Launch the job with its name. `code` is the working directory, if nodes get a copy of it."""
-        self.records.refuse_taken(job.name)  # before a machine says it, which does not know how to free the name
+        self.records.refuse_taken(
+            job.name
+        )  # before a machine says it, which does not know how to free the name
         checked = free_plan(job, backend, attempt=1)
         commit = workdir.commit(job.workdir) if job.copies_workdir else ""
         sent = tuple(workdir.secrets(job.workdir, code or ()))
         record = JobRecord(checked, time.time(), job, commit=commit, withheld=self.without, sent_secrets=sent)
         record = replace(record, start_lock=checked.job_id)
-        notes, is_reserved = [*BACKENDS[backend].notes(job), *_unknown_gpus(job, self.records)], False
+        notes = [*BACKENDS[backend].notes(job), *_unknown_gpus(job, self.records)]
+        is_reserved = False
         if sent:
             notes.append(f"files that usually hold secrets were sent: {', '.join(sent)}")
         try:
-            with self.records.supervise(checked.job_id):  # `attach` must not restart a job that is still starting
+            with self.records.supervise(
+                checked.job_id
+            ):  # `attach` must not restart a job that is still starting
                 self._reserve(record)
                 is_reserved = True
                 try:
@@ -266,13 +275,17 @@ class Launcher:
 
         Raise ClusterError, with none of them running, if one does not start.
         """
-        plan, backend = record.plan, BACKENDS[record.plan.backend]
+        plan = record.plan
+        backend = BACKENDS[record.plan.backend]
         if absent := ", ".join(name for name in plan.job.secrets if name not in self.secrets):
-            raise LaunchError(f"secrets are not stored, so only the process that launched the job has {absent}")
+            raise LaunchError(
+                f"secrets are not stored, so only the process that launched the job has {absent}"
+            )
         if plan.attempt > 1:
             self._send_files(_code(record), record)
         _make_folder(plan)
-        started, is_submitted = replace(record, start_lock=""), False
+        started = replace(record, start_lock="")
+        is_submitted = False
         try:
             backend.submit(plan, self.secrets)
             is_submitted = True
@@ -297,7 +310,8 @@ class Launcher:
             BACKENDS[backend].check(job, job_plan)
             _check_run_dir(job_plan)
         reserved: list[JobRecord] = []
-        first, is_submitted = plans[0].job_id, False
+        first = plans[0].job_id
+        is_submitted = False
         try:
             with self.records.supervise(first):
                 for job, job_plan in zip(array, plans, strict=True):
@@ -394,7 +408,8 @@ def survey(
     """
     if not nodes:
         return {}
-    backend, job = BACKENDS[plan.backend], job.on(nodes)
+    backend = BACKENDS[plan.backend]
+    job = job.on(nodes)
     found = backend.survey(backend.plan(job, attempt=plan.attempt + 1, port=plan.master_port), joining)
     usable = [node for node in joining if found[node.name] is None]
     synced = parallel.each(usable, lambda node: check_files(job.on([node])))
@@ -423,9 +438,7 @@ def _check_program(job: Job) -> None:
     program = job.command[1] if job.command[0] == "--no-python" and job.command[1:] else job.command[0]
     is_in_path = job.command[0] == "--no-python" and "/" not in program
     if not (is_in_path or program.startswith(("-", "/")) or Path(job.workdir, program).exists()):
-        hint = (
-            "for another folder: --workdir DIR; a module: --command '-m NAME'; a program: --command '--no-python NAME'"
-        )
+        hint = "for another folder: --workdir DIR; a module: --command '-m NAME'; a program: --command '--no-python NAME'"
         if program in ("python", "python3", "torchrun"):
             hint = f"leave out {program}: --command 'train.py --lr 0.1'"
         raise UsageError(f"--command: no {program} in {job.workdir}", hint)
@@ -445,7 +458,9 @@ def _check_gpus(job: Job, records: JobStore) -> None:
 def gpus_in_use(records: JobStore) -> dict[Gpu, str]:
     """Return this machine's GPUs that recorded jobs use, with the jobs' names."""
     held: dict[Gpu, str] = {}
-    for polled in job_monitor.poll_all([each for each in records if each.job.gpus and not each.outcome], records):
+    for polled in job_monitor.poll_all(
+        [each for each in records if each.job.gpus and not each.outcome], records
+    ):
         # While its Docker Engine is down, so are its containers.
         if polled.state not in ("done", "failed", "stopped", job_status.UNREACHABLE):
             held |= dict.fromkeys(polled.record.job.gpus, polled.record.plan.job_id)
@@ -455,7 +470,11 @@ def gpus_in_use(records: JobStore) -> dict[Gpu, str]:
 def _unknown_gpus(job: Job, records: JobStore) -> list[str]:
     """Return a sentence if this machine's GPUs may be in use by a job whose record cannot be read."""
     names = [str(each.path) for each in records.unreadable()] if job.gpus else []
-    return [f"cannot read {', '.join(names)}: if that job is running, it may share GPUs with this one"] if names else []
+    return (
+        [f"cannot read {', '.join(names)}: if that job is running, it may share GPUs with this one"]
+        if names
+        else []
+    )
 
 
 def _check_run_dir(plan: Plan) -> None:
@@ -475,7 +494,10 @@ def _make_folder(plan: Plan) -> None:
     mark = Path(plan.run_dir).parent / rsync.RUNS_MARK
     try:
         Path(plan.attempt_dir).mkdir(parents=True, exist_ok=False)
-        with suppress(FileExistsError), mark.open("x") as file:  # it may be another user's, who shares the folder
+        with (
+            suppress(FileExistsError),
+            mark.open("x") as file,
+        ):  # it may be another user's, who shares the folder
             file.write(rsync.RUNS_RULE)
     except OSError as error:
         above = next(folder for folder in mark.parents if folder.exists())
@@ -485,7 +507,9 @@ def _make_folder(plan: Plan) -> None:
             about = above.stat()
             why = f"{above} belongs to {_user_name(about.st_uid)} and has the mode {stat.S_IMODE(about.st_mode):o}"
             hint += f"; or its owner can share it: chmod 1777 {shlex.quote(str(above))}"
-        raise LaunchError(f"this machine: cannot make the run directory {plan.attempt_dir}: {why}", hint) from error
+        raise LaunchError(
+            f"this machine: cannot make the run directory {plan.attempt_dir}: {why}", hint
+        ) from error
 
 
 def _user_name(uid: int) -> str:

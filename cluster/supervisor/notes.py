@@ -57,7 +57,8 @@ class _Wrapped(Display):
     """Shows a job on another display."""
 
     def __init__(self, show: Display, plan: Plan) -> None:
-        self._show, self._plan = show, plan
+        self._show = show
+        self._plan = plan
 
     def begin(self, plan: Plan) -> None:
         """Prepare for a new attempt."""

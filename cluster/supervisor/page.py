@@ -34,9 +34,11 @@ from cluster.supervisor.report import SCORES, seconds
 from cluster.transport import inside
 
 NAME = "report.html"
-_NOTHING, _LINES = Markup(""), Markup("\n")
+_NOTHING = Markup("")
+_LINES = Markup("\n")
 #: The last lines of each log, and the bytes of its end, that the page contains.
-_LOG_LINES, _LOG_BYTES = 200, 1 << 16
+_LOG_LINES = 200
+_LOG_BYTES = 1 << 16
 #: Points of a curve; longer ones are reduced to the extremes of equal parts.
 _MOST_POINTS = 400
 _WIDTH, _HEIGHT = 360, 180  # about as wide as a chart is shown, so that its text is not scaled
@@ -50,10 +52,17 @@ _CHARTS = (
 #: Names of lines that differ from their columns. "" is the only line of a chart that says what it is.
 _LABELS = {**SCORES, "images_per_s": "", "lr": ""}
 #: The image that has its own section, and one that is not shown because the page draws the same curves.
-_PREDICTIONS, _PLOTTED = "predictions.jpg", "results.png"
+_PREDICTIONS = "predictions.jpg"
+_PLOTTED = "results.png"
 _IMAGES = ("*.png", "*.jpg")
 #: Classes of the phases' colours, and the number of ranks whose table is open at first and has lines over time.
-_PHASES = {"ready": "running", "lost": "failed", "joining": "joining", "setup": "joining", "starting": "joining"}
+_PHASES = {
+    "ready": "running",
+    "lost": "failed",
+    "joining": "joining",
+    "setup": "joining",
+    "starting": "joining",
+}
 MOST_RANKS = 16
 #: The samples of a job's ranks, by rank.
 Ranks = Mapping[int, RankUsage]
@@ -119,8 +128,11 @@ def render(record: JobRecord, view: JobView | None = None) -> str:
     """Return the page of a finished job, from its record, its last view and the files in its run directory."""
     plan = record.plan
     wanted = _failed_first(record, view)
-    run_dir, folder = Path(plan.run_dir), f"attempt-{plan.attempt}"
-    logs = _LINES.join(_log(run_dir, f"{folder}/{node.name}.log", is_open=node.name == wanted) for node in plan.nodes)
+    run_dir = Path(plan.run_dir)
+    folder = f"attempt-{plan.attempt}"
+    logs = _LINES.join(
+        _log(run_dir, f"{folder}/{node.name}.log", is_open=node.name == wanted) for node in plan.nodes
+    )
     body = sections(record, Shown(record.outcome, record.outcome), view, record.ended_at)
     if logs.strip():
         body += Markup("\n<h2>Logs</h2>\n{}").format(logs)
@@ -162,7 +174,8 @@ def sections(
         is_live: Link to the pages of `cluster.web.server`.
         past: The samples of the ranks over time.
     """
-    plan, run_dir = record.plan, Path(record.plan.run_dir)
+    plan = record.plan
+    run_dir = Path(record.plan.run_dir)
     names = [node.name for node in plan.nodes]
     # Of a running job, the time since its last restart is not recorded.
     last = PastAttempt(plan.attempt, tuple(names), record.created_at, now, record.detail or shown.state)
@@ -201,7 +214,9 @@ def sections(
         _failure(plan, view) if view and record.outcome == "failed" else _NOTHING,
         _section("Predictions", predictions, "large"),
         _section("Curves", curves),
-        _nodes(plan, view, past, is_live=is_live, has_ended=bool(record.outcome)) if view or is_live else _NOTHING,
+        _nodes(plan, view, past, is_live=is_live, has_ended=bool(record.outcome))
+        if view or is_live
+        else _NOTHING,
         Markup("<h2>Attempts</h2>") + _attempts(attempts) if len(attempts) > 1 else _NOTHING,
         _section("Images", (_image(path, is_live) for path in images if path.name != _PREDICTIONS)),
         Markup("<h2>Job</h2>") + _table(facts),
@@ -222,7 +237,9 @@ def _scores(view: JobView | None, newest: Mapping[str, float], took: str) -> Mar
     metric = view.metric if view else None
     scored = (view.done if view else None) or metric
     found = scored.scores if scored else newest
-    cells = [(title, f"{value:.3f}") for key, title in SCORES.items() if (value := found.get(key)) is not None]
+    cells = [
+        (title, f"{value:.3f}") for key, title in SCORES.items() if (value := found.get(key)) is not None
+    ]
     if epoch := metric.epoch if metric else newest.get("epoch"):
         epochs = metric.epochs if metric else None
         cells.append(("epoch", f"{epoch:.0f}" + (f" of {epochs}" if epochs else "")))
@@ -264,9 +281,13 @@ def _of(text: str, total: int | None) -> str:
     return text if total is None else f"{text} of {total}"
 
 
-def _nodes(plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: bool, has_ended: bool) -> Markup:
+def _nodes(
+    plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: bool, has_ended: bool
+) -> Markup:
     """Return a table of the nodes, and one of running ranks with the newest sample of their use and lines over time."""
-    rows, ranks, has_gpus = [], [], False
+    rows = []
+    ranks = []
+    has_gpus = False
     for index, node in enumerate(plan.nodes):
         seen = view.nodes[index] if view else None
         name = node.name
@@ -285,7 +306,14 @@ def _nodes(plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: 
             has_gpus = has_gpus or row.gpu is not None
             samples = [each[row.rank] for each in past if row.rank in each]
             ranks.append(
-                [str(row.rank), name, f"{row.cpu:.1f}", f"{row.rss / 1e9:.2f} GB", held, *_gpu_cells(row, samples)]
+                [
+                    str(row.rank),
+                    name,
+                    f"{row.cpu:.1f}",
+                    f"{row.rss / 1e9:.2f} GB",
+                    held,
+                    *_gpu_cells(row, samples),
+                ]
             )
     titles = ["node", "phase", "epoch/step", "note"] if view else ["log"]
     text = Markup("<h2>Nodes</h2>") + wide_table(titles, rows)
@@ -370,16 +398,21 @@ def job_list(rows: Iterable[JobRow]) -> Markup:
         state = Markup('<span class="{}">{}</span>').format(row.state, row.words)
         cells = (row.job, state, row.duration, row.nodes, row.attempt, row.backend, row.cause)
         body += Markup("<tr>") + _NOTHING.join(
-            Markup('<td data-title="{}">{}').format(title, cell) for title, cell in zip(titles, cells, strict=True)
+            Markup('<td data-title="{}">{}').format(title, cell)
+            for title, cell in zip(titles, cells, strict=True)
         )
-    return Markup('<div class="wide" tabindex="0"><table class="jobs"><tr>{}{}</table></div>').format(head, body)
+    return Markup('<div class="wide" tabindex="0"><table class="jobs"><tr>{}{}</table></div>').format(
+        head, body
+    )
 
 
 def wide_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
     """Return a table with a row of titles, which scrolls sideways on a narrow screen. Cells are text or HTML."""
     head = _NOTHING.join(Markup("<th>{}").format(title) for title in titles)
     # `+` escapes, too, and takes a tenth of the time of `format`: a job may have thousands of ranks.
-    body = _NOTHING.join(Markup("<tr>") + _NOTHING.join(Markup("<td>") + cell for cell in row) for row in rows)
+    body = _NOTHING.join(
+        Markup("<tr>") + _NOTHING.join(Markup("<td>") + cell for cell in row) for row in rows
+    )
     return Markup('<div class="wide" tabindex="0"><table><tr>{}{}</table></div>').format(head, body)
 
 
@@ -395,11 +428,13 @@ def _section(title: str, figures: Iterable[Markup], kind: str = "grid") -> Marku
 
 def _attempts(attempts: Sequence[PastAttempt]) -> Markup:
     """Return a time line with a bar for each attempt, and how it ended."""
-    begin, end = attempts[0].started_at, attempts[-1].ended_at
+    begin = attempts[0].started_at
+    end = attempts[-1].ended_at
     total = max(end - begin, 1e-9)
     rows = []
     for each in attempts:
-        x, width = 100 * (each.started_at - begin) / total, 100 * max(each.ended_at - each.started_at, 0) / total
+        x = 100 * (each.started_at - begin) / total
+        width = 100 * max(each.ended_at - each.started_at, 0) / total
         bar = Markup(
             '<svg class="bar" viewBox="0 0 100 6" preserveAspectRatio="none" role="img" '
             'aria-label="from {:.0f} % to {:.0f} % of the time"><rect x="{:.2f}" width="{:.2f}" height="6"/></svg>'
@@ -424,7 +459,9 @@ def _parsed_results(run_dir: Path, name: str, *_version: int) -> tuple[Sequence[
     opened = inside.open_file(run_dir, name)
     with io.TextIOWrapper(opened, encoding="utf-8", errors="replace", newline="") as file:
         rows = list(csv.DictReader(file))
-    newest = {name: value for name in ("epoch", *SCORES) for row in rows if (value := _value(row, name)) is not None}
+    newest = {
+        name: value for name in ("epoch", *SCORES) for row in rows if (value := _value(row, name)) is not None
+    }
     return _curves(rows), newest
 
 
@@ -434,7 +471,9 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> list[Markup]:
     for title, ends in _CHARTS:
         columns = [name for end in ends for name in (rows[0] if rows else ()) if name and name.endswith(end)]
         lines = {
-            _LABELS.get(name, name.removesuffix("_loss")): line for name in columns if (line := _points(rows, name))
+            _LABELS.get(name, name.removesuffix("_loss")): line
+            for name in columns
+            if (line := _points(rows, name))
         }
         if lines:
             charts.append(_chart(title, lines))
@@ -469,10 +508,14 @@ def _chart(title: str, lines: dict[str, list[tuple[float, float]]]) -> Markup:
     (left, right), (low, high) = ((min(values), max(values)) for values in zip(*points, strict=True))
     low = min(low, 0.0)  # from 0, so that noise does not look like a change
     high = max(high, low + 1e-9 * max(1.0, -low))  # above `low` also where floats are far apart
-    left_px, top, width, height = 54, 6, _WIDTH - 60, _HEIGHT - 26
+    left_px = 54
+    top = 6
+    width = _WIDTH - 60
+    height = _HEIGHT - 26
 
     def place(point: tuple[float, float]) -> str:
-        x, y = (point[0] - left) / ((right - left) or 1.0), (point[1] - low) / (high - low)
+        x = (point[0] - left) / ((right - left) or 1.0)
+        y = (point[1] - low) / (high - low)
         return f"{left_px + width * x:.1f},{top + height * (1 - y):.1f}"
 
     bottom = top + height
@@ -506,8 +549,12 @@ def _chart(title: str, lines: dict[str, list[tuple[float, float]]]) -> Markup:
 
 def _image(path: Path, is_live: bool) -> Markup:
     link = quote(path.name)
-    version = f"?{path.stat().st_mtime_ns}" if is_live else ""  # the browser loads an image again once it changes
-    image = Markup('<a href="{}"><img src="{}" alt="{}" loading="lazy"></a>').format(link, link + version, path.name)
+    version = (
+        f"?{path.stat().st_mtime_ns}" if is_live else ""
+    )  # the browser loads an image again once it changes
+    image = Markup('<a href="{}"><img src="{}" alt="{}" loading="lazy"></a>').format(
+        link, link + version, path.name
+    )
     return Markup("<figure>{}<figcaption>{}</figcaption></figure>").format(image, path.name)
 
 
@@ -517,7 +564,8 @@ def _log(run_dir: Path, name: str, *, is_open: bool) -> Markup:
     if lines is None:
         return _NOTHING
     shown = lines[-_LOG_LINES:]
-    node, link = Path(name).stem, quote(name)
+    node = Path(name).stem
+    link = quote(name)
     if not shown:
         return Markup('<p><a href="{}">{}</a> has printed nothing</p>').format(link, node)
     summary = f"{node}: the last {len(shown)} lines"

@@ -49,7 +49,8 @@ def seconds(value: float) -> str:
 
 def size(plan: Plan) -> str:
     """Format the size of a job: `2 nodes x 2 processes`, or `2 nodes with 2 and 1 processes`."""
-    nodes, each = len(plan.nodes), plan.job.most_procs
+    nodes = len(plan.nodes)
+    each = plan.job.most_procs
     if plan.job.is_unequal:
         return script.size(plan.job)
     return f"{nodes} {'node' if nodes == 1 else 'nodes'} x {each} {'process' if each == 1 else 'processes'}"
@@ -128,10 +129,14 @@ def cause(view: JobView, verdict: Verdict) -> str:
         return _stall(ranks)
     if verdict == "stalled":
         where = position(view.progress) if view.progress else "the start"
-        return f"{', '.join(node.name for node in view.nodes if node.phase == 'ready')}: no step since {where}"
+        return (
+            f"{', '.join(node.name for node in view.nodes if node.phase == 'ready')}: no step since {where}"
+        )
     if verdict == "late":
         late = missing(view)
-        return "; ".join(f"{node.name}: {node.phase}" + (f": {node.note}" if node.note else "") for node in late)
+        return "; ".join(
+            f"{node.name}: {node.phase}" + (f": {node.note}" if node.note else "") for node in late
+        )
     return lost_lines(view) if verdict == "done" else ""
 
 
@@ -145,7 +150,8 @@ def last_lines(view: JobView, verdict: Verdict, tails: Mapping[str, Iterable[str
     is_bad_input = exit_code(view, verdict) == contract.EXIT_BAD_INPUT
     lines = []
     for node in nodes:
-        failure, own = node.status.failure, _own_lines(node, tails[node.name])
+        failure = node.status.failure
+        own = _own_lines(node, tails[node.name])
         if not is_bad_input:  # its error is one line, and `cause` has it
             lines += [f"  {node.name} | {line}" for line in own or [_last_progress(node)]]
             others = (failure.others if failure else None) or ()
@@ -178,7 +184,9 @@ def _stall(ranks: Sequence[StalledRank]) -> str:
         places.setdefault(key, []).append(each.rank)
     collectives = list(dict.fromkeys(collective for collective, _, _ in places if collective))
     parts = []
-    for (collective, call, place), numbers in sorted(places.items(), key=lambda item: (bool(item[0][0]), len(item[1]))):
+    for (collective, call, place), numbers in sorted(
+        places.items(), key=lambda item: (bool(item[0][0]), len(item[1]))
+    ):
         is_one = len(numbers) == 1
         who = f"rank {numbers[0]}" if is_one else f"ranks {', '.join(map(str, sorted(numbers)))}"
         what = f"{who}: {call or 'unknown'}"
@@ -196,7 +204,11 @@ def _failure(node: NodeView) -> str:
     if node.status.failure is not None:
         rank = node.status.failure.rank
         where = f" {node.status.where}" if node.status.where else ""
-        return f"{node.name}{where}: " + (f"rank {rank}: " if rank is not None else "") + node.status.failure.error
+        return (
+            f"{node.name}{where}: "
+            + (f"rank {rank}: " if rank is not None else "")
+            + node.status.failure.error
+        )
     if node.phase == "lost":
         return f"{node.name}: lost: {node.note}"
     why = f": {node.note}" if node.note and not node.note.startswith("exit ") else ""

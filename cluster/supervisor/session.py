@@ -71,7 +71,8 @@ def command(record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool = F
 def _refuse_ended(record: JobRecord) -> None:
     if record.outcome:
         raise UsageError(
-            f"{record.plan.job_id} is not running: {record.outcome}", f"its files are in {record.plan.run_dir}"
+            f"{record.plan.job_id} is not running: {record.outcome}",
+            f"its files are in {record.plan.run_dir}",
         )
 
 
@@ -80,7 +81,8 @@ def run_on_all(record: JobRecord, argv: Sequence[str], show: Callable[[str, str]
     _refuse_ended(record)
 
     def run(node: Node) -> int:
-        words, out = command(record, node, argv), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        words = command(record, node, argv)
+        out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with started(words, stdin=subprocess.DEVNULL, text=True, **out) as process:
             for line in cast("IO[str]", process.stdout):
                 show(node.name, line.rstrip("\n"))
@@ -106,7 +108,8 @@ def copy(
     gets a sentence about each file that is not copied: devices, and links that lead out of the folder. Raises
     UsageError if `into` cannot become the copy, ClusterError if the copy fails, or if there was nothing else to copy.
     """
-    job_id, name = record.plan.job_id, Path(path).name
+    job_id = record.plan.job_id
+    name = Path(path).name
     refused: list[str] = []
     if not name:
         raise UsageError(f"{path!r}: expected a file or a folder")
@@ -139,7 +142,11 @@ def _refuse_kinds(copied: Path, target: Path) -> None:
         return
     is_folder, replaces_folder = (path.is_dir() and not path.is_symlink() for path in (copied, target))
     if is_folder != replaces_folder:
-        what = "it is not a folder, and the copy is one" if is_folder else "it is a folder, and the copy is a file"
+        what = (
+            "it is not a folder, and the copy is one"
+            if is_folder
+            else "it is a folder, and the copy is a file"
+        )
         raise UsageError(f"{target}: {what}", "copy it to another name")
     for each in sorted(copied.iterdir()) if is_folder else ():
         _refuse_kinds(each, target / each.name)
@@ -194,12 +201,17 @@ def _copy_file(run_dir: str, source: Path, target: Path, left_out: Callable[[str
 
 
 def _unpack(
-    name: str, words: Sequence[str], folder: str, count: Callable[[int], None], left_out: Callable[[str], None]
+    name: str,
+    words: Sequence[str],
+    folder: str,
+    count: Callable[[int], None],
+    left_out: Callable[[str], None],
 ) -> None:
     """Unpack the archive that a command prints. A file that changes meanwhile is copied as it was."""
     with tempfile.TemporaryFile() as errors:
         with started(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors) as process:
-            read, failure = 0, ""
+            read = 0
+            failure = ""
             try:
                 with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
                     for entry in archive:
@@ -220,11 +232,15 @@ def _unpack(
     only_changed = process.returncode == 1 and printed and all(line.endswith(_CHANGED) for line in printed)
     if failure or (process.returncode and not only_changed):
         printed = printed or lines[-1:]
-        raise ClusterError(f"{name}: {printed[0].partition(': ')[2] if process.returncode and printed else failure}")
+        raise ClusterError(
+            f"{name}: {printed[0].partition(': ')[2] if process.returncode and printed else failure}"
+        )
 
 
 @contextmanager
-def forwarded(record: JobRecord, node: Node, local: int, remote: int, note: Callable[[str], None]) -> Iterator[int]:
+def forwarded(
+    record: JobRecord, node: Node, local: int, remote: int, note: Callable[[str], None]
+) -> Iterator[int]:
     """Forward a port of this machine (0: a free one) to a port of a node while the block runs; yield its number.
 
     Each connection runs a relay in the node's container, so the program may listen on localhost only. `note` gets
@@ -250,7 +266,9 @@ def forwarded(record: JobRecord, node: Node, local: int, remote: int, note: Call
     try:
         server = Server(("127.0.0.1", local), Handler)
     except OSError as error:
-        raise UsageError(f"port {local} of this machine: {error.strerror}", "choose another: LOCAL:REMOTE") from error
+        raise UsageError(
+            f"port {local} of this machine: {error.strerror}", "choose another: LOCAL:REMOTE"
+        ) from error
     with server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
@@ -277,7 +295,8 @@ def tensorboard(record: JobRecord, node: Node) -> Iterator[int]:
                     return
                 last = line.strip() or last
             raise ClusterError(
-                f"{node.name}: TensorBoard: {last}", "install it for the job: --setup 'pip install tensorboard'"
+                f"{node.name}: TensorBoard: {last}",
+                "install it for the job: --setup 'pip install tensorboard'",
             )
         finally:
             with contextlib.suppress(OSError):

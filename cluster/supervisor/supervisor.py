@@ -72,7 +72,9 @@ class Supervisor:
             self.records.update(self.record)
         self.show = notes.Kept(self.show, self.record.plan)
         while True:
-            attempt = attempt_monitor.follow(self.record, self.show, self._patience_s, tends=True, records=self.records)
+            attempt = attempt_monitor.follow(
+                self.record, self.show, self._patience_s, tends=True, records=self.records
+            )
             if self._has_ended(attempt):
                 return attempt, ""
             self._check_network(attempt.view)
@@ -94,7 +96,9 @@ class Supervisor:
                 return attempt, refused
             plan = self.record.plan
             names = ", ".join(node.name for node in plan.nodes)
-            self.show.note(f"attempt {plan.attempt} on {names}, {time.time() - failed_at:.1f} s after the failure")
+            self.show.note(
+                f"attempt {plan.attempt} on {names}, {time.time() - failed_at:.1f} s after the failure"
+            )
             for text in webhook.post(plan, "restarted", restarts.failures(self.record)[-1].why):
                 self.show.note(text)
 
@@ -132,16 +136,21 @@ class Supervisor:
 
     def _record_failure(self, failure: Failure) -> None:
         """Record the end of the attempt, or a restart after it that did not start."""
-        record, plan = self.record, self.record.plan
+        record = self.record
+        plan = self.record.plan
         began = record.history[-1].ended_at if self._has_recorded_failure() else record.created_at
-        names, why = tuple(node.name for node in plan.nodes), failure.why
-        ended = PastAttempt(plan.attempt, names, began, time.time(), why, failure.step, failure.is_program_error)
+        names = tuple(node.name for node in plan.nodes)
+        why = failure.why
+        ended = PastAttempt(
+            plan.attempt, names, began, time.time(), why, failure.step, failure.is_program_error
+        )
         self.record = replace(record, history=(*record.history, ended))
         self.records.update(self.record)
 
     def _patience_s(self, view: JobView) -> float:
         """Return how long machines may stay silent: RETURN_S, or 0 if the job can run on others, or was stopped."""
-        job, record = self.record.job, self.records.load(self.record.plan.job_id)
+        job = self.record.job
+        record = self.records.load(self.record.plan.job_id)
         if record.outcome:
             return 0.0
         unanswered = [node.name for node in view.nodes if node.unanswered_since is not None]
@@ -164,7 +173,9 @@ class Supervisor:
         return tuple(dict.fromkeys((*self.record.plan.machines, *job.hosts, *job.spares)))
 
     def _start_next_attempt(self, view: JobView) -> None:
-        record, plan, hosts = self.record, self.record.plan, self.record.job.hosts
+        record = self.record
+        plan = self.record.plan
+        hosts = self.record.job.hosts
         backend = BACKENDS[plan.backend]
         if requeued := backend.requeued(plan):
             self._update(requeued)
@@ -213,8 +224,10 @@ class Supervisor:
         If a host of the attempt `before` has one, the trainer broadcasts it. If all of them are retired after the first
         step, wait for those that do not answer.
         """
-        plan, retired = self.record.plan, [node.machine for node in self.record.retired]
-        first, stayed = plan.nodes[0].machine, [host for host in plan.machines if host in before]
+        plan = self.record.plan
+        retired = [node.machine for node in self.record.retired]
+        first = plan.nodes[0].machine
+        stayed = [host for host in plan.machines if host in before]
         if _checkpoint_times(stayed, plan)[0]:
             return
         own, _ = _checkpoint_times(plan.machines, plan)
@@ -254,7 +267,9 @@ class Supervisor:
 
     def _on_usable_hosts(self, lost: Sequence[str]) -> Job:
         """Return the job of the next attempt. With too few usable hosts, wait RETURN_S for the `lost` ones."""
-        job, plan, clock = self.record.job, self.record.plan, AwakeClock()
+        job = self.record.job
+        plan = self.record.plan
+        clock = AwakeClock()
         until = clock() + RETURN_S
         candidates = self._candidates()
         unusable: dict[str, ClusterError] = {name: UnreachableError(f"{name}: lost") for name in lost}
@@ -265,7 +280,9 @@ class Supervisor:
             state = launcher.survey(job, plan, reachable, joining) | unusable
             failed = [host for host in reachable if host not in joining and state[host.name] is not None]
             if failed and joining:  # compare image and route to the master with usable hosts only
-                state |= launcher.survey(job, plan, [host for host in reachable if host not in failed], joining)
+                state |= launcher.survey(
+                    job, plan, [host for host in reachable if host not in failed], joining
+                )
             for host in joining:
                 if (error := state[host.name]) is not None and not isinstance(error, UnreachableError):
                     self.show.note(f"not used: {error.message}")
@@ -284,7 +301,9 @@ class Supervisor:
 
     def _wait_for_background(self, show: notes.Copied) -> None:
         """Wait until a supervisor in the background has copied the results, so that two processes do not."""
-        while (supervisor := self.records.supervisor_of(self.record.plan.job_id)) and supervisor.in_background:
+        while (
+            supervisor := self.records.supervisor_of(self.record.plan.job_id)
+        ) and supervisor.in_background:
             show.update()
             time.sleep(attempt_monitor.POLL_S)
         show.update()
@@ -294,7 +313,8 @@ class Supervisor:
 
         Return False if the job is over.
         """
-        before, polls = self.record, 0
+        before = self.record
+        polls = 0
         while True:
             polls += 1
             show.update()
@@ -333,6 +353,10 @@ def _checkpoint_times(hosts: Sequence[Machine], plan: Plan) -> tuple[dict[str, i
     """Return the time of the newest checkpoint of each host that has one, and the hosts that do not answer."""
     stat = ["bash", "-c", 'stat -c %Y -- "$1" 2>/dev/null; exit 0', "stat"]
     path = f"{{}}/{contract.LAST_CHECKPOINT}"
-    found = parallel.each(hosts, lambda host: reach(host).run([*stat, path.format(plan.dir_on(host))], timeout_s=8).out)
-    times = {name: int(out) for name, out in found.items() if not isinstance(out, ClusterError) and out.strip()}
+    found = parallel.each(
+        hosts, lambda host: reach(host).run([*stat, path.format(plan.dir_on(host))], timeout_s=8).out
+    )
+    times = {
+        name: int(out) for name, out in found.items() if not isinstance(out, ClusterError) and out.strip()
+    }
     return times, [name for name, out in found.items() if isinstance(out, ClusterError)]

@@ -15,7 +15,8 @@ from cluster.transport import nvidia_smi, parallel, reach
 
 DEFAULT_FILE = "cluster.yaml"
 
-_SCRIPT, _TIMEOUT_S = "transport/discovery.sh", 45.0
+_SCRIPT = "transport/discovery.sh"
+_TIMEOUT_S = 45.0
 
 
 @dataclass
@@ -73,7 +74,9 @@ def load(
     else:
         from cluster.spec import schema  # imports pydantic and yaml, which only cluster.yaml needs
 
-        found = schema.read(_text(path or DEFAULT_FILE, "--inventory"), path or DEFAULT_FILE, table, str(Path.cwd()))
+        found = schema.read(
+            _text(path or DEFAULT_FILE, "--inventory"), path or DEFAULT_FILE, table, str(Path.cwd())
+        )
     if ssh_config:
         absolute = str(Path.cwd() / Path(ssh_config).expanduser())
         found = replace(found, machines=tuple(replace(node, ssh_config=absolute) for node in found.machines))
@@ -104,7 +107,8 @@ def inspect(given: Inventory) -> dict[str, Found]:
     for name, address in _addresses(found).items():
         each = found[name]
         if not each.machine.address:
-            each.machine, each.network = replace(each.machine, address=address.number), address.device
+            each.machine = replace(each.machine, address=address.number)
+            each.network = address.device
             each.notes += addresses.warnings(address)
     return found
 
@@ -114,10 +118,14 @@ def _inspect(node: Machine, *, needs_gpus: bool) -> Found:
     engines = (word for name, each in ENGINES.items() for word in (name, each.info))
     done = reach(node).run(scripts.bash(_SCRIPT, "machine", *engines, **folders), timeout_s=_TIMEOUT_S)
     if done.code:
-        raise LaunchError(f"{node.name}: cannot be inspected: {done.last_line}", "it needs bash and coreutils")
+        raise LaunchError(
+            f"{node.name}: cannot be inspected: {done.last_line}", "it needs bash and coreutils"
+        )
     words = done.out.split("\0")
     fields = dict(zip(words[0::2], words[1::2], strict=False))
-    speeds = {name[6:]: int(value) for name, value in fields.items() if name[:6] == "speed " and value.isdigit()}
+    speeds = {
+        name[6:]: int(value) for name, value in fields.items() if name[:6] == "speed " and value.isdigit()
+    }
     if not node.address and "inet" not in fields["addresses"]:
         hint = "apt-get install iproute2"
         raise LaunchError(f"{node.name}: `ip addr` fails: {fields['addresses'].strip() or 'none'}", hint)
@@ -157,18 +165,26 @@ def _runtime(node: Machine, fields: Mapping[str, str]) -> tuple[str, str]:
     for name in installed:
         if match := re.search(r"(?m)^engine_version=(\d\S*)\nengine_security=(.*)", fields[name]):
             return name, f"{name} {match[1]}{' rootless' if 'rootless' in match[2] else ''}"
-    if not node.runtime and re.search(r"(?i)permission denied.* (socket|daemon)", fields.get(DOCKER.name, "")):
-        hint = f"there: sudo usermod -aG docker {fields['user']} (then log in again), or --runtime {BARE.name}"
+    if not node.runtime and re.search(
+        r"(?i)permission denied.* (socket|daemon)", fields.get(DOCKER.name, "")
+    ):
+        hint = (
+            f"there: sudo usermod -aG docker {fields['user']} (then log in again), or --runtime {BARE.name}"
+        )
         raise LaunchError(f"{node.name}: {fields['user']} has no permission to use Docker", hint)
     for name in installed:
-        words = [line for line in fields[name].splitlines() if line.strip() and not line.startswith("engine_")]
+        words = [
+            line for line in fields[name].splitlines() if line.strip() and not line.startswith("engine_")
+        ]
         return BARE.name, f"{name} does not answer ({words[-1].strip() if words else 'silent for 10 s'})"
     return BARE.name, f"neither {' nor '.join(ENGINES)} is installed"
 
 
 def _addresses(found: Mapping[str, Found]) -> dict[str, addresses.Address]:
     """Choose the addresses from every machine's routes to the addresses of the others."""
-    numbers = {name: [each.number for each in addresses.candidates(of.addresses)] for name, of in found.items()}
+    numbers = {
+        name: [each.number for each in addresses.candidates(of.addresses)] for name, of in found.items()
+    }
 
     def routes(node: Machine) -> dict[str, addresses.Route]:
         wanted = [number for name, theirs in numbers.items() if name != node.name for number in theirs]
@@ -208,5 +224,9 @@ def _text(path: str, option: str) -> str:
     except UnicodeDecodeError:
         raise UsageError(f"{option} {path}: not a text file") from None
     except OSError as error:
-        hint = f"to write one: clusterctl init gpu-a gpu-b -o {path}" if option == "--inventory" else "check the path"
+        hint = (
+            f"to write one: clusterctl init gpu-a gpu-b -o {path}"
+            if option == "--inventory"
+            else "check the path"
+        )
         raise UsageError(f"{option} {path}: {error.strerror}", hint) from None

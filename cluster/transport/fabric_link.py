@@ -91,7 +91,8 @@ class FabricLink:
             raise NotStartedError(str(error)) from error
         # Always close the channel: the command then ends with SIGPIPE or SIGHUP.
         try:
-            out, errors = bytearray(), bytearray()
+            out = bytearray()
+            errors = bytearray()
             channel.settimeout(left_s)
             channel.sendall(data)
             channel.shutdown_write()
@@ -143,7 +144,9 @@ def _log_in(login: Login, timeout_s: float) -> tuple[Connection, subprocess.Pope
                 raise  # the ssh program can say what is wrong with the jump host
             now = time.monotonic()
             # sshd closes the connection at once above MaxStartups.
-            is_refused = isinstance(error, ConnectionResetError) or "Error reading SSH protocol banner" in str(error)
+            is_refused = isinstance(
+                error, ConnectionResetError
+            ) or "Error reading SSH protocol banner" in str(error)
             if now - began >= timeout_s or (is_refused and now + pause_s > until):
                 raise failures.unreachable(login, str(error) or type(error).__name__) from error
             if not is_refused:
@@ -160,8 +163,11 @@ def _socket(login: Login, timeout_s: float) -> tuple[socket.socket, subprocess.P
         ours, theirs = socket.socketpair()
         with theirs:
             pipe = theirs.fileno()
-            return ours, subprocess.Popen(jump, stdin=pipe, stdout=pipe, stderr=DEVNULL, start_new_session=True)
-    host, port = login.settings.text("hostname"), int(login.settings.text("port"))
+            return ours, subprocess.Popen(
+                jump, stdin=pipe, stdout=pipe, stderr=DEVNULL, start_new_session=True
+            )
+    host = login.settings.text("hostname")
+    port = int(login.settings.text("port"))
     try:
         return _connected(host, port, timeout_s), None
     except socket.gaierror as error:
@@ -177,7 +183,8 @@ def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
         made = socket.socket(family, kind, protocol)
         try:
             made.setblocking(False)
-            code, until = made.connect_ex(address), time.monotonic() + timeout_s
+            code = made.connect_ex(address)
+            until = time.monotonic() + timeout_s
             connecting = select.poll()  # not select.select, which takes no descriptor above 1023
             connecting.register(made, select.POLLOUT)
             while code in (errno.EINPROGRESS, errno.EAGAIN):
@@ -216,7 +223,9 @@ def _connection(login: Login, timeout_s: float) -> Connection:
             "banner_timeout": timeout_s * (1 + hops),
             "auth_timeout": timeout_s,
             "channel_timeout": timeout_s,
-            "key_filename": [str(name) for name in names if name.is_file()],  # paramiko fails for missing files
+            "key_filename": [
+                str(name) for name in names if name.is_file()
+            ],  # paramiko fails for missing files
             "look_for_keys": False,
             "allow_agent": settings.text("identitiesonly") != "yes",
             "disabled_algorithms": _disabled(login),
@@ -234,7 +243,9 @@ def _disabled(login: Login) -> dict[str, list[str]]:
     for kind, keyword in _ALGORITHMS.items():
         all_of_them = getattr(paramiko.Transport, f"_preferred_{kind}")
         patterns = login.settings.text(keyword).split(",") if login.settings.text(keyword) else ["*"]
-        disabled[kind] = [name for name in all_of_them if not any(fnmatchcase(name, each) for each in patterns)]
+        disabled[kind] = [
+            name for name in all_of_them if not any(fnmatchcase(name, each) for each in patterns)
+        ]
         if kind == "keys":
             disabled[kind] += [name for name in all_of_them if name not in kinds]
     if {"requiredrsasize", "rsaminsize"} & {*login.changed}:

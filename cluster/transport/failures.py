@@ -59,7 +59,9 @@ def explain(login: Login, log: str, printed: str) -> UnreachableError:
 def _refused(login: Login, log: str, last: str) -> UnreachableError:
     hand = by_hand(login.node)
     if "with partial success" in log:
-        return _error(login, "the login asks for a second factor, which clusterctl cannot type", _by_master(login))
+        return _error(
+            login, "the login asks for a second factor, which clusterctl cannot type", _by_master(login)
+        )
     if found := re.search(r"(?m)^sign_and_send_pubkey: (.*)$", log):
         return _error(login, f"the login is refused ({found[1]})", f"try by hand: {hand}")
     if found := re.search(r'(?m)^Load key "(.*)": (bad permissions)$', log):
@@ -99,7 +101,9 @@ def _bad_host_key(login: Login, log: str) -> UnreachableError:
         hint = f"if the machine is new: {compare}{_removal(login, file, int(line))}{_acceptance(login)}"
         return _error(login, f"{why} with {kind} {fingerprint}", hint)
     if "host key is known for" in log:
-        return _error(login, f"{key} is in no known_hosts file{_unread(login)}", f"{compare}{_acceptance(login)}")
+        return _error(
+            login, f"{key} is in no known_hosts file{_unread(login)}", f"{compare}{_acceptance(login)}"
+        )
     return _error(login, f"{key} is refused: {_last_line(log)}", f"try by hand: {by_hand(login.node)}")
 
 
@@ -111,7 +115,11 @@ def _revoked(login: Login, log: str, fingerprint: str) -> str:
     if "is marked as revoked" not in log:
         return ""
     marked = [key for key in login.known if key.marker == "@revoked"]
-    return str(next((key for key in marked if key.fingerprint == fingerprint), marked[0] if marked else "known_hosts"))
+    return str(
+        next(
+            (key for key in marked if key.fingerprint == fingerprint), marked[0] if marked else "known_hosts"
+        )
+    )
 
 
 def _removal(login: Login, file: str, line: int) -> str:

@@ -48,7 +48,11 @@ class Difference:
     def __str__(self) -> str:
         """`2 files missing (a.jpg, b.jpg), 1 different (c.txt)`: counts, and the first three names of each."""
         words: list[str] = []
-        for names, what in ((self.missing, "missing"), (self.different, "different"), (self.extra, "only there")):
+        for names, what in (
+            (self.missing, "missing"),
+            (self.different, "different"),
+            (self.extra, "only there"),
+        ):
             if names:
                 files = "" if words else ("file " if len(names) == 1 else "files ")
                 first = [name if name.isprintable() else ascii(name) for name in names[:3]]
@@ -109,7 +113,10 @@ class _Mirror:
         options = ["--dry-run", "--delete", "--executability", *(["--checksum"] if checksum else [])]
         run = Rsync(self.node, [*options, *self.arguments()])
         run(f"{self.node.name}: {self.path} cannot be read", f"this machine: {self.here} cannot be read")
-        missing, extra, different, size = [], [], [], 0
+        missing = []
+        extra = []
+        different = []
+        size = 0
         for change, length, name in run.changes:
             if change.startswith("*deleting"):
                 extra += [] if name.endswith("/") else [name]
@@ -165,7 +172,9 @@ def check(nodes: Sequence[Machine], folders: Sequence[str]) -> None:
 def differences(nodes: Sequence[Machine], folder: str) -> dict[str, Difference | ClusterError]:
     """Return how the folder's content differs from each node's mirror, or the error, by node name. Raise UsageError."""
     here = _here(folder)
-    return interruptible(lambda: parallel.each(nodes, lambda node: _mirrors(node, [here])[0].difference(checksum=True)))
+    return interruptible(
+        lambda: parallel.each(nodes, lambda node: _mirrors(node, [here])[0].difference(checksum=True))
+    )
 
 
 def sync(
@@ -185,7 +194,9 @@ def sync(
     """
     here = _here(folder)
     with _marker(here) as marker:
-        one = partial(_sync, here=here, marker=marker, delete=delete, checksum=checksum, copy=copy, report=report)
+        one = partial(
+            _sync, here=here, marker=marker, delete=delete, checksum=checksum, copy=copy, report=report
+        )
         return interruptible(lambda: parallel.each(_remote(nodes), one))
 
 
@@ -197,11 +208,14 @@ def refuse_missing(folders: Sequence[str]) -> None:
 
 def links_leading_out(folder: str) -> tuple[str, ...]:
     """Return `name -> target` of links that lead out of a folder: nodes get the link without its target."""
-    here, out = _here(folder), []
+    here = _here(folder)
+    out = []
     for top, folders, names in os.walk(here):
         folders[:] = [name for name in folders if name not in EXCLUDED]
         for path in (Path(top, name) for name in (*folders, *names)):
-            if path.is_symlink() and not Path(posixpath.normpath(path.parent / path.readlink())).is_relative_to(here):
+            if path.is_symlink() and not Path(
+                posixpath.normpath(path.parent / path.readlink())
+            ).is_relative_to(here):
                 out.append(f"{path.relative_to(here)} -> {path.readlink()}")
     return tuple(sorted(out))
 
@@ -221,7 +235,9 @@ def collect(
     if reach(node).run(["test", "-d", source]).code:
         raise NoFolderError(f"{node.name}: {source}: no such folder")
     options = [f"--exclude={pattern}" for pattern in exclude]
-    run = fetch(node, source, local_folder, run_dir or local_folder, options, may_vanish=True)  # jobs remove files
+    run = fetch(
+        node, source, local_folder, run_dir or local_folder, options, may_vanish=True
+    )  # jobs remove files
     files = sum(change[1] in "fL" for change, _, _ in run.changes)
     refuse_links(node, source, run.links_out)
     return Synced(node.name, "rsync" if files else "same", files, run.moved, seconds=time.monotonic() - began)
@@ -315,7 +331,9 @@ def _mirrors(node: Machine, heres: Sequence[Path], marker: str = "") -> list[_Mi
     return [_Mirror(node, here, cast(State, state), path, bool(seen)) for here, state, path, seen in each]
 
 
-def _sync(node: Machine, here: Path, marker: str, delete: bool, checksum: bool, copy: bool, report: Report) -> Synced:
+def _sync(
+    node: Machine, here: Path, marker: str, delete: bool, checksum: bool, copy: bool, report: Report
+) -> Synced:
     began = time.monotonic()
     report(node.name, "comparing", 0, 0)
     mirror = _mirrors(node, [here], marker)[0]
@@ -338,7 +356,12 @@ def _sync(node: Machine, here: Path, marker: str, delete: bool, checksum: bool, 
     files = len(difference.missing) + len(difference.different)
     if not files and not removed:
         return Synced(node.name, "same", seconds=time.monotonic() - began, left=left)
-    words = ["--perms", *(["--checksum"] if checksum else []), *(["--delete"] if delete else []), *mirror.arguments()]
+    words = [
+        "--perms",
+        *(["--checksum"] if checksum else []),
+        *(["--delete"] if delete else []),
+        *mirror.arguments(),
+    ]
     run = Rsync(node, words, lambda sent: report(node.name, "sending", min(sent, size), size))
     run(unwritable, f"this machine: {here} cannot be read")
     return Synced(node.name, "rsync", files, run.moved, removed, time.monotonic() - began, left)

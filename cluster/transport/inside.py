@@ -46,7 +46,8 @@ def open_file(folder: str | Path, name: str | Path, mode: Literal["rb", "wb", "a
     Raises OSError, with the reason, if there is no such file, or if it is outside of `folder`, or no regular file. A
     link that is changed at the same time cannot lead out: the path is resolved first, and then opened without links.
     """
-    path, top = os.path.realpath(Path(folder, name)), os.path.realpath(folder)
+    path = os.path.realpath(Path(folder, name))
+    top = os.path.realpath(folder)
     if not Path(path).is_relative_to(top):
         raise OSError(errno.ELOOP, f"leads out of {folder}", str(Path(folder, name)))
     *folders, last = Path(path).relative_to(top).parts or (".",)

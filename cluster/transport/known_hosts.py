@@ -44,7 +44,8 @@ def fingerprint(blob: bytes) -> str:
 
 def name_of(settings: Settings) -> str:
     """Return the name under which ssh stores the host's key: `host`, `[host]:port`, or the HostKeyAlias."""
-    host, port = settings.text("hostname").lower(), settings.text("port")
+    host = settings.text("hostname").lower()
+    port = settings.text("port")
     return settings.text("hostkeyalias").lower() or (host if port in ("22", "") else f"[{host}]:{port}")
 
 

@@ -44,7 +44,8 @@ class LocalShell:
 
     def run(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 60.0) -> Completed:
         """Run a command. Raise UnreachableError if its program is missing, SlowError if it exceeds `timeout_s`."""
-        data, env = stdin.encode(), environment()
+        data = stdin.encode()
+        env = environment()
         try:  # in a separate session: Ctrl-C must reach only the launcher, which stops its commands in order
             code, out, errors = _run(argv, data, env, timeout_s)
         except FileNotFoundError as error:
@@ -62,8 +63,12 @@ class LocalShell:
         """Do nothing: this machine needs no connection."""
 
 
-def _run(argv: Sequence[str], data: bytes, env: Mapping[str, str], timeout_s: float) -> tuple[int, bytes, bytes]:
-    with subprocess.Popen(argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=env, start_new_session=True) as process:
+def _run(
+    argv: Sequence[str], data: bytes, env: Mapping[str, str], timeout_s: float
+) -> tuple[int, bytes, bytes]:
+    with subprocess.Popen(
+        argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=env, start_new_session=True
+    ) as process:
         try:
             out, errors = process.communicate(data, timeout_s)
         except BaseException:

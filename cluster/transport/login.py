@@ -45,7 +45,9 @@ def inspect(node: Machine) -> Login:
     except FileNotFoundError as error:
         raise UnreachableError(f"this machine: {error.filename} is not installed", settings.INSTALL) from None
     except (ValueError, OSError, RuntimeError, subprocess.TimeoutExpired) as error:
-        raise UnreachableError(f"{node.name}: {error}", f"check it: {settings.by_hand(node, '-G')}") from error
+        raise UnreachableError(
+            f"{node.name}: {error}", f"check it: {settings.by_hand(node, '-G')}"
+        ) from error
 
 
 def why_ssh(login: Login, failure: Exception | None = None) -> str:
@@ -54,7 +56,9 @@ def why_ssh(login: Login, failure: Exception | None = None) -> str:
     `failure` is the exception of fabric, if it has tried. paramiko knows a part of ssh_config and of known_hosts. So
     fabric is used if all that is configured is in that part, and the host has a key that paramiko can compare.
     """
-    needed = [keyword for keyword in login.changed if keywords.needs_ssh(keyword, login.settings.every(keyword))]
+    needed = [
+        keyword for keyword in login.changed if keywords.needs_ssh(keyword, login.settings.every(keyword))
+    ]
     reasons = [keywords.name(keyword) for keyword in needed]
     if login.has_master:
         reasons.append("an open ControlMaster")

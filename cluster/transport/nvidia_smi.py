@@ -24,7 +24,9 @@ def listed_gpus(text: str) -> dict[Gpu, ListedGpu]:
             found[int(match[1])] = whole
         elif match := re.match(r"\s*MIG (\S+) .*\(UUID: (MIG-[\w-]+)\)", line):
             found.pop(int(whole.gpu_index), None)
-            found[match[2]] = ListedGpu(f"{whole.model} MIG {match[1]}", whole.gpu_index, (match[2], *whole.uuids))
+            found[match[2]] = ListedGpu(
+                f"{whole.model} MIG {match[1]}", whole.gpu_index, (match[2], *whole.uuids)
+            )
     return found
 
 

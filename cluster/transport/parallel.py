@@ -26,7 +26,11 @@ def each(nodes: Sequence[Target], work: Callable[[Target], T]) -> dict[str, T | 
     # Also for one node: Ctrl-C then waits for the call's end. A start that is under way would escape the stop after it.
     with ThreadPoolExecutor(min(WIDTH, len(nodes) or 1)) as pool:
         return dict(
-            zip((node if isinstance(node, str) else node.name for node in nodes), pool.map(call, nodes), strict=True)
+            zip(
+                (node if isinstance(node, str) else node.name for node in nodes),
+                pool.map(call, nodes),
+                strict=True,
+            )
         )
 
 
@@ -39,7 +43,9 @@ def together(results: Mapping[str, T | ClusterError]) -> dict[str, T]:
     """Return the results if no node failed; else raise one error of the same kind with all messages."""
     errors = [result for result in results.values() if isinstance(result, ClusterError)]
     if errors:
-        kind = next((type(error) for error in errors if not isinstance(error, UnreachableError)), UnreachableError)
+        kind = next(
+            (type(error) for error in errors if not isinstance(error, UnreachableError)), UnreachableError
+        )
         hints = list(dict.fromkeys(error.hint for error in errors if error.hint))
         raise kind("\n       ".join(error.message for error in errors), "\n      ".join(hints))
     return {name: result for name, result in results.items() if not isinstance(result, ClusterError)}

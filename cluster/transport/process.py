@@ -120,7 +120,9 @@ class PipedProcess:
             raise UnreachableError(f"{self.name}: a command did not end within {timeout_s:g} s") from error
         self.errors.seek(0)
         done = Completed(code, "", after_mark(self.errors.read())[1])
-        if code == _SSH_FAILED and (_BROKE.match(done.last_line) or (self.ssh.socket and not answers(self.ssh))):
+        if code == _SSH_FAILED and (
+            _BROKE.match(done.last_line) or (self.ssh.socket and not answers(self.ssh))
+        ):
             raise UnreachableError(f"{self.name}: the connection broke: {done.last_line}")
         return done
 

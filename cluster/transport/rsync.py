@@ -19,7 +19,8 @@ from cluster.transport.settings import by_hand, destination
 #: The prefix of marker files and of the folder for incomplete transfers.
 PREFIX = ".clusterctl-"
 #: Marks a folder with results of jobs. The file's text is an rsync rule that excludes its folder.
-RUNS_MARK, RUNS_RULE = f"{PREFIX}runs", "- *\n"
+RUNS_MARK = f"{PREFIX}runs"
+RUNS_RULE = "- *\n"
 #: Excluded names: caches of one machine, and marker files.
 EXCLUDED = (".trainer-cache", "__pycache__", f"{PREFIX}*")
 
@@ -35,7 +36,8 @@ _OPTIONS = (
 #: name the links.
 FROM_NODE = ("--safe-links", "--info=name", "--chmod=u+rwX,o-w,ug-s,o-t")
 #: rsync's exit codes: source files vanished during the transfer; the connection failed.
-VANISHED, _DISCONNECTED = 24, (10, 12, 30, 35, 255)
+VANISHED = 24
+_DISCONNECTED = (10, 12, 30, 35, 255)
 #: Two runs to one folder share the folder of incomplete transfers: the other one has used up a file of it.
 _CONFLICT = "got a block match with no basis file"
 #: Seconds of retries.
@@ -79,12 +81,22 @@ def at(node: Machine) -> str:
 class Rsync:
     """A run of rsync: exit code, stderr, changes, transferred bytes, and the targets of links that were left out."""
 
-    def __init__(self, node: Machine, words: Sequence[str], sent: Callable[[int], None] = lambda _: None) -> None:
-        self._node, self._sent = node, sent
+    def __init__(
+        self, node: Machine, words: Sequence[str], sent: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._node = node
+        self._sent = sent
         # Without --blocking-io, writes of the remote shell's filter fail if rsync reads too slowly.
-        remote = ["--blocking-io", "-e", ssh_to(node).remote_shell(), f"--rsync-path=echo {BEGIN}; exec rsync"]
+        remote = [
+            "--blocking-io",
+            "-e",
+            ssh_to(node).remote_shell(),
+            f"--rsync-path=echo {BEGIN}; exec rsync",
+        ]
         self._argv = ["rsync", *_OPTIONS, *(remote if node.login else []), *words]
-        self.code, self.errors, self.moved = 0, "", 0
+        self.code = 0
+        self.errors = ""
+        self.moved = 0
         self.changes: list[tuple[str, int, str]] = []
         self.links_out: dict[str, str] = {}
 
@@ -111,7 +123,9 @@ class Rsync:
         """Whether the same run may succeed a moment later."""
         if _CONFLICT in self.errors:
             return self.code != 0
-        return self.code in _DISCONNECTED and re.search("kex_exchange|banner exchange", self.errors) is not None
+        return (
+            self.code in _DISCONNECTED and re.search("kex_exchange|banner exchange", self.errors) is not None
+        )
 
     def _run(self) -> None:
         # In the C locale rsync escapes every byte except printable ASCII as \#ooo.
@@ -119,7 +133,9 @@ class Rsync:
         text = {"encoding": "ascii", "errors": "surrogateescape"}
         with (
             tempfile.TemporaryFile() as errors,
-            started(self._argv, stdin=DEVNULL, stdout=PIPE, stderr=errors, env=environment, **text) as process,
+            started(
+                self._argv, stdin=DEVNULL, stdout=PIPE, stderr=errors, env=environment, **text
+            ) as process,
         ):
             assert process.stdout
             for line in process.stdout:
@@ -133,7 +149,9 @@ class Rsync:
         if self.code in _DISCONNECTED and "failed" not in self.errors:
             why = reason(self.errors)
             if "Permission denied" in why:
-                return UnreachableError(f"{name}: rsync cannot log in: {why}", f"try by hand: {by_hand(self._node)}")
+                return UnreachableError(
+                    f"{name}: rsync cannot log in: {why}", f"try by hand: {by_hand(self._node)}"
+                )
             hint = "repeat the command: it continues the transfer"
             return UnreachableError(f"{name}: the connection broke: {why}", hint)
         if re.search(r"rsync.*not found", self.errors):
@@ -166,7 +184,9 @@ def error_of(failed: str, errors: str) -> ClusterError:
 
 def reason(errors: str) -> str:
     """Return the reason in the stderr of rsync, ssh or mkdir: `No space left on device`, or the most telling line."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip() and not _CONSEQUENCE.match(line.strip())]
+    lines = [
+        line.strip() for line in errors.splitlines() if line.strip() and not _CONSEQUENCE.match(line.strip())
+    ]
     for line in lines:
         if "is your shell clean" in line:  # broken pipes of rsync follow from it, before or after
             return line

@@ -44,7 +44,9 @@ class SshShell:
         done = Completed(code, text, after_mark(errors)[1])
         if not has_mark:
             hint = f'try by hand: {by_hand(self._node)} "bash --version"'
-            raise UnreachableError(f"{self.name}: its login shell does not run commands: {done.last_line}", hint)
+            raise UnreachableError(
+                f"{self.name}: its login shell does not run commands: {done.last_line}", hint
+            )
         return done
 
     def ping(self) -> bool:
@@ -55,7 +57,8 @@ class SshShell:
     def close(self) -> None:
         """Close the connection; the next command opens another."""
         with self._lock:
-            link, self._link = self._link, None
+            link = self._link
+            self._link = None
         if link is not None:
             link.close()
 

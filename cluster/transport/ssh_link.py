@@ -52,7 +52,8 @@ class _Master:
         if len(str(self._folder)) > _FOLDER_LENGTH:
             self._folder.rmdir()
             self._folder = Path(tempfile.mkdtemp(prefix="clusterctl-ssh-", dir="/tmp"))
-        self.socket, log = self._folder / "socket", self._folder / "log"
+        self.socket = self._folder / "socket"
+        log = self._folder / "log"
         # A pipe that is read during the login only, because ssh also logs each command.
         os.mkfifo(log)
         self._pipe = open(log, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115 (close() closes it)
@@ -62,7 +63,9 @@ class _Master:
         words = [*ssh.words(*first), "--", destination(login.node.login)]
         argv = scripts.bash("transport/master.sh", str(self._folder), *words)
         try:
-            self._process = subprocess.Popen(argv, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
+            self._process = subprocess.Popen(
+                argv, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True
+            )
         except OSError:
             self._remove()
             raise
@@ -225,7 +228,9 @@ def _log_in(login: Login, timeout_s: float) -> _Master:
             log, printed = master.said()
         except TimeoutError:
             master.close()
-            raise failures.unreachable(login, f"the login takes longer than {min(timeout_s, _LOGIN_S):g} s") from None
+            raise failures.unreachable(
+                login, f"the login takes longer than {min(timeout_s, _LOGIN_S):g} s"
+            ) from None
         except BaseException:
             master.close()
             raise
@@ -238,7 +243,9 @@ def _log_in(login: Login, timeout_s: float) -> _Master:
 
 def _environment() -> dict[str, str]:
     # As over fabric, remote programs use the locale that they have there.
-    return {name: value for name, value in environment().items() if name != "LANG" and not name.startswith("LC_")}
+    return {
+        name: value for name, value in environment().items() if name != "LANG" and not name.startswith("LC_")
+    }
 
 
 def _without_waiting(path: str, flags: int) -> int:

@@ -41,11 +41,28 @@ SECRETS = (
     *(".env", ".env.*", ".envrc", "*.env"),
     *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "id_ecdsa_sk", "id_ed25519_sk"),
     *("*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.jks", "*.keystore", "*.kdbx", "*.ovpn"),
-    *(".npmrc", ".yarnrc.yml", ".pypirc", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".git-credentials", ".htpasswd"),
+    *(
+        ".npmrc",
+        ".yarnrc.yml",
+        ".pypirc",
+        ".netrc",
+        "_netrc",
+        ".pgpass",
+        ".my.cnf",
+        ".git-credentials",
+        ".htpasswd",
+    ),
     *("kubeconfig", "kubeconfig.*", "*.kubeconfig", ".kube/config", ".docker/config.json", ".dockercfg"),
     *(".aws/credentials", ".boto", ".s3cfg", "rclone.conf", ".azure/*", ".config/gcloud/*"),
     *("credentials", "credentials.json", "application_default_credentials.json", "client_secret*.json"),
-    *("service-account*.json", "service_account*.json", "*.tfstate", "*.tfvars", ".vault-token", "secrets.toml"),
+    *(
+        "service-account*.json",
+        "service_account*.json",
+        "*.tfstate",
+        "*.tfvars",
+        ".vault-token",
+        "secrets.toml",
+    ),
     *("kaggle.json", ".huggingface/token", ".cache/huggingface/token", ".ssh/*"),
 )
 NO_SECRETS = ("*.example", "*.sample", "*.template", "*.dist", "*.pub", "known_hosts", "authorized_keys")
@@ -69,7 +86,9 @@ def scan(folder: str, without: Sequence[str] = (), limit: int = LIMIT_BYTES) -> 
             if f"{folder}/{name}" not in without:
                 sizes[name] = size
     except OSError as error:
-        raise UsageError(f"{error.filename} cannot be read: {error.strerror}", "list it in .clusterignore") from error
+        raise UsageError(
+            f"{error.filename} cannot be read: {error.strerror}", "list it in .clusterignore"
+        ) from error
     total = sum(sizes.values())
     if total > limit:
         parts: Counter[str] = Counter()
@@ -101,14 +120,20 @@ def _is_sent(folder: str, name: str) -> bool:
     """Return whether the closest .clusterignore with a pattern for a file says that it travels."""
     for above in PurePath(name).parents:
         below = "" if above == PurePath() else f"{above}/"
-        for _, spec in _rules(folder, below, {SENT_FILE} if Path(folder, below, SENT_FILE).exists() else set()):
+        for _, spec in _rules(
+            folder, below, {SENT_FILE} if Path(folder, below, SENT_FILE).exists() else set()
+        ):
             if (is_ignored := spec.check_file(name[len(below) :]).include) is not None:
                 return not is_ignored
     return False
 
 
 def send(
-    sizes: Mapping[str, int], plan: Plan, nodes: Sequence[Machine], earlier: Sequence[str], report: files.Report
+    sizes: Mapping[str, int],
+    plan: Plan,
+    nodes: Sequence[Machine],
+    earlier: Sequence[str],
+    report: files.Report,
 ) -> str:
     """Copy the plan's working directory to the job's folder on each node. Return a sentence with the counts.
 
@@ -133,19 +158,26 @@ def send(
 
 def without_copy(plan: Plan, nodes: Sequence[Machine]) -> list[Machine]:
     """Return the nodes that answer and have no copy, for example because their disk was replaced."""
-    found = parallel.each(nodes, lambda node: reach(node).run(["test", "-d", f"{plan.dir_on(node)}/{WORKDIR}"]).code)
+    found = parallel.each(
+        nodes, lambda node: reach(node).run(["test", "-d", f"{plan.dir_on(node)}/{WORKDIR}"]).code
+    )
     return [node for node in nodes if found[node.name] == 1]
 
 
 def fetch(plan: Plan, node: Machine) -> None:
     """Copy files that the job has written or changed in its workdir on a node to `workdir` here. Raise ClusterError."""
-    source, target = f"{plan.dir_on(node)}/{WORKDIR}", f"{plan.run_dir}/{WORKDIR}"
+    source = f"{plan.dir_on(node)}/{WORKDIR}"
+    target = f"{plan.run_dir}/{WORKDIR}"
     if reach(node).run(["test", "-d", source]).code:
         return
-    run = files.fetch(node, source, target, plan.run_dir, ["--prune-empty-dirs", f"--compare-dest={plan.workdir}"])
+    run = files.fetch(
+        node, source, target, plan.run_dir, ["--prune-empty-dirs", f"--compare-dest={plan.workdir}"]
+    )
     # The user's own links may lead out: the node got them as they are, and has only sent them back.
     files.refuse_links(
-        node, source, {name: to for name, to in run.links_out.items() if not _is_link(f"{plan.workdir}/{name}", to)}
+        node,
+        source,
+        {name: to for name, to in run.links_out.items() if not _is_link(f"{plan.workdir}/{name}", to)},
     )
 
 
@@ -166,7 +198,9 @@ def commit(folder: str) -> str:
     return "" if head.code else head.out.strip() + (" (dirty)" if changed.out.strip() else "")
 
 
-def _send(size: int, plan: Plan, listed: str, earlier: Sequence[str], report: files.Report, node: Machine) -> int:
+def _send(
+    size: int, plan: Plan, listed: str, earlier: Sequence[str], report: files.Report, node: Machine
+) -> int:
     """Copy the files to one node, and return how many were sent."""
     target = f"{plan.dir_on(node)}/{WORKDIR}"
     made = reach(node).run(["mkdir", "-p", "--", target])

@@ -24,7 +24,8 @@ POLL_S = 1.0
 #: Lines of a log, or of a search in it, that the page shows at first.
 _LOG_LINES = 2000
 #: Samples of the ranks that the page draws. Those before a longer pause of the polls are not drawn.
-_SAMPLES, _PAUSE_S = 60, 10.0
+_SAMPLES = 60
+_PAUSE_S = 10.0
 
 
 class LivePage:
@@ -33,8 +34,10 @@ class LivePage:
     def __init__(self, poll: Callable[[], Markup]) -> None:
         self._poll = poll
         self._changed = threading.Condition()
-        self._readers, self._thread = 0, threading.Thread()
-        self.version, self.body = 0, Markup("")
+        self._readers = 0
+        self._thread = threading.Thread()
+        self.version = 0
+        self.body = Markup("")
 
     def __enter__(self) -> LivePage:
         """Start to poll, unless another reader did."""
@@ -55,11 +58,14 @@ class LivePage:
         while True:
             try:
                 body = self._poll()
-            except Exception as error:  # a thread that just ends would leave the page as it is, without a word
+            except (
+                Exception
+            ) as error:  # a thread that just ends would leave the page as it is, without a word
                 body = Markup('<section class="failed">{}</section>').format(_words(error))
             with self._changed:
                 if body != self.body or not self.version:
-                    self.body, self.version = body, self.version + 1
+                    self.body = body
+                    self.version = self.version + 1
                     self._changed.notify_all()
                 self._changed.wait_for(lambda: not self._readers, POLL_S)
                 if not self._readers:
@@ -82,12 +88,16 @@ class LiveJob:
     """Polls one job, over all its attempts, for the list and for the job's own page."""
 
     def __init__(self, job_id: str, store: JobStore) -> None:
-        self._job_id, self._store = job_id, store
-        self._lock, self._polled_at = threading.Lock(), 0.0
+        self._job_id = job_id
+        self._store = store
+        self._lock = threading.Lock()
+        self._polled_at = 0.0
         self._monitor: job_monitor.JobMonitor | None = None  # reads the logs, once a page shows the job
         record = store.load(job_id)
         #: The status from the last poll.
-        self.status = JobStatus(record, record.outcome or "starting", job_state.start(record.plan, record.created_at))
+        self.status = JobStatus(
+            record, record.outcome or "starting", job_state.start(record.plan, record.created_at)
+        )
         #: The view from the last poll that was answered; None before.
         self.view: JobView | None = None
         self._past: list[page.Ranks] = []
@@ -161,7 +171,8 @@ class LiveJob:
 
     def row(self) -> page.JobRow:
         """Return the job's row in the list, as of the last poll."""
-        record, plan = self.record, self.record.plan
+        record = self.record
+        plan = self.record.plan
         return page.JobRow(
             Markup('<a href="jobs/{}/">{}</a>').format(plan.job_id, plan.job_id),
             self.status.state,
@@ -196,13 +207,18 @@ def log_lines(job: LiveJob, live: LivePage, node: str, query: str) -> Iterator[l
 
     An empty list means that nothing is new.
     """
-    wanted, attempt, offset, rest = query.casefold(), 1, 0, b""
+    wanted = query.casefold()
+    attempt = 1
+    offset = 0
+    rest = b""
     refused: set[Path] = set()
     lines: deque[str] = deque(maxlen=_LOG_LINES)
-    version, is_first = -1, True
+    version = -1
+    is_first = True
     with live:
         while True:
-            run_dir, newest = Path(job.record.plan.run_dir), job.record.plan.attempt
+            run_dir = Path(job.record.plan.run_dir)
+            newest = job.record.plan.attempt
             while attempt <= newest:
                 path = run_dir / f"attempt-{attempt}" / f"{node}.log"
                 if offset == 0 and not wanted and newest > 1 and path.exists():
@@ -215,7 +231,9 @@ def log_lines(job: LiveJob, live: LivePage, node: str, query: str) -> Iterator[l
                         lines.append(f"{path.name} is not read: it {error.strerror}")
                 if attempt == newest:
                     break
-                attempt, offset, rest = attempt + 1, 0, b""
+                attempt = attempt + 1
+                offset = 0
+                rest = b""
             if lines or is_first:
                 is_first = False
                 yield list(lines)
@@ -224,7 +242,9 @@ def log_lines(job: LiveJob, live: LivePage, node: str, query: str) -> Iterator[l
             yield []
 
 
-def _read(run_dir: Path, path: Path, offset: int, rest: bytes, wanted: str, lines: deque[str]) -> tuple[int, bytes]:
+def _read(
+    run_dir: Path, path: Path, offset: int, rest: bytes, wanted: str, lines: deque[str]
+) -> tuple[int, bytes]:
     """Append the lines of a log after `offset` that have `wanted`. Return the new offset and the incomplete line.
 
     Raises OSError if the log does not exist yet, or leads out of the run directory.

@@ -51,7 +51,9 @@ class _Jobs(Collector):
         families: dict[str, GaugeMetricFamily] = {}
 
         def gauge(name: str, text: str, value: float, **labels: object) -> None:
-            family = families.setdefault(name, GaugeMetricFamily(f"clusterctl_{name}", text, labels=list(labels)))
+            family = families.setdefault(
+                name, GaugeMetricFamily(f"clusterctl_{name}", text, labels=list(labels))
+            )
             family.add_metric([str(label) for label in labels.values()], value)
 
         def state(job: str, backend: str, state: str) -> None:
@@ -60,10 +62,13 @@ class _Jobs(Collector):
         for name in self._unreadable:
             state(name, "", "unreadable")
         for each in self._jobs:
-            job, plan = each.record.plan.job_id, each.record.plan
+            job = each.record.plan.job_id
+            plan = each.record.plan
             state(job, plan.backend, each.status.state)
             if (since := each.status.since) is not None:
-                gauge("job_state_since_seconds", "Unix time since which the job has its state.", since, job=job)
+                gauge(
+                    "job_state_since_seconds", "Unix time since which the job has its state.", since, job=job
+                )
             if each.status.last_state:
                 text = "1 for the state in which an unreachable job was seen last."
                 gauge("job_last_state", text, 1, job=job, state=each.status.last_state)

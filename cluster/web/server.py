@@ -99,8 +99,12 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], store: JobStore, token: str, *, has_metrics: bool = False) -> None:
-        self.store, self.token, self.has_metrics = store, token, has_metrics
+    def __init__(
+        self, address: tuple[str, int], store: JobStore, token: str, *, has_metrics: bool = False
+    ) -> None:
+        self.store = store
+        self.token = token
+        self.has_metrics = has_metrics
         #: The value of the cookie. A browser also sends it to servers of other users on other ports of this machine.
         self.session = secrets.token_urlsafe(24)
         self.is_local = address[0] in LOOPBACK
@@ -133,26 +137,32 @@ class Server(ThreadingHTTPServer):
             return self._pages.setdefault(job_id, LivePage(poll))
 
     def _list(self) -> Markup:
-        found, damaged = self.jobs(), self.store.unreadable()
+        found = self.jobs()
+        damaged = self.store.unreadable()
         if not found and not damaged:
             return Markup(
                 "<section><h1>Jobs</h1><p>no jobs yet: <code>clusterctl launch --nodes 2 --gpus 2</code></p></section>"
             )
         poll_list(found, self.store)
         rows = sorted((job.row() for job in found), key=lambda row: not row.runs)
-        rows += [page.JobRow(each.job_id, "unreadable", "unreadable", cause=each.error.message) for each in damaged]
+        rows += [
+            page.JobRow(each.job_id, "unreadable", "unreadable", cause=each.error.message) for each in damaged
+        ]
         return Markup("<section><h1>Jobs</h1>{}</section>").format(page.job_list(rows))
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
-    server_version, sys_version = "clusterctl", ""
+    server_version = "clusterctl"
+    sys_version = ""
     timeout = 30.0
 
     def do_GET(self) -> None:
         try:
-            url, host = urlsplit(self.path), urlsplit("//" + self.headers.get("Host", ""))
-            name, port = host.hostname, host.port
+            url = urlsplit(self.path)
+            host = urlsplit("//" + self.headers.get("Host", ""))
+            name = host.hostname
+            port = host.port
         except ValueError:  # brackets without an address, or no port
             self._refuse(HTTPStatus.BAD_REQUEST, "the request's address or its Host header is malformed")
             return
@@ -172,14 +182,18 @@ class _Handler(BaseHTTPRequestHandler):
         `host` is the name by which the browser reaches the server, and `cookie` the cookie's name. All ports of a host
         share their cookies, so the port that the browser sees is in the name.
         """
-        if self.server.is_local and host not in LOOPBACK:  # DNS rebinding: another site's name for this address
+        if (
+            self.server.is_local and host not in LOOPBACK
+        ):  # DNS rebinding: another site's name for this address
             self._refuse(HTTPStatus.FORBIDDEN, "open this page as http://localhost")
             return False
         given = parse_qs(url.query).get("token", [""])[0]
         if _is_equal(given, self.server.token):
             self.send_response(HTTPStatus.SEE_OTHER)
             self.send_header("Location", f"/{url.path.lstrip('/')}")  # two slashes would name another host
-            self.send_header("Set-Cookie", f"{cookie}={self.server.session}; HttpOnly; SameSite=Strict; Path=/")
+            self.send_header(
+                "Set-Cookie", f"{cookie}={self.server.session}; HttpOnly; SameSite=Strict; Path=/"
+            )
             self.send_header("Cache-Control", "no-store")
             self.end_headers()
             return False
@@ -269,7 +283,11 @@ class _Handler(BaseHTTPRequestHandler):
         kind = _TYPES.get(PurePath(name).suffix, "application/octet-stream")
         with opened as file:
             size = os.fstat(file.fileno()).st_size
-            self._head(f"{kind}; charset=utf-8" if kind == "text/plain" else kind, "default-src 'none'; sandbox", size)
+            self._head(
+                f"{kind}; charset=utf-8" if kind == "text/plain" else kind,
+                "default-src 'none'; sandbox",
+                size,
+            )
             while data := file.read(min(size, 1 << 20)):  # not more than announced, of a file that grows
                 self.wfile.write(data)
                 size -= len(data)

@@ -17,11 +17,17 @@ class Tokens(torch.utils.data.Dataset):
 
 def main():
     """Train for ten steps, and save the model in `out`."""
-    config = GPT2Config(vocab_size=100, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    options = TrainingArguments("out", max_steps=10, logging_steps=5, per_device_train_batch_size=4, report_to=[])
+    config = GPT2Config(
+        vocab_size=100, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    options = TrainingArguments(
+        "out", max_steps=10, logging_steps=5, per_device_train_batch_size=4, report_to=[]
+    )
     trainer = Trainer(GPT2LMHeadModel(config), options, train_dataset=Tokens())
     ended = trainer.train()
-    print(f"rank {options.process_index} of {options.world_size}: step {ended.global_step}, {ended.training_loss:.3f}")
+    print(
+        f"rank {options.process_index} of {options.world_size}: step {ended.global_step}, {ended.training_loss:.3f}"
+    )
     trainer.save_model()
     torch.distributed.destroy_process_group()
 

@@ -103,7 +103,8 @@ def names_of(item) -> dict[str, list[str]]:
 
 def answer(query: bytes, tables: list[Names]) -> bytes:
     """Return the reply to a query with one question (RFC 1035)."""
-    at, labels = 12, []
+    at = 12
+    labels = []
     while query[at]:
         labels.append(query[at + 1 : at + 1 + query[at]].decode("ascii", "replace").lower())
         at += query[at] + 1
@@ -111,8 +112,12 @@ def answer(query: bytes, tables: list[Names]) -> bytes:
     name = ".".join(labels)
     addresses = next(filter(None, (table.look_up(name) for table in tables)), [])
     found = addresses if kind == A_RECORD else []
-    header = query[:2] + struct.pack("!HHHHH", 0x8580 | (0 if addresses else NO_SUCH_NAME), 1, len(found), 0, 0)
-    records = [b"\xc0\x0c" + struct.pack("!HHIH", kind, 1, TTL_S, 4) + socket.inet_aton(address) for address in found]
+    header = query[:2] + struct.pack(
+        "!HHHHH", 0x8580 | (0 if addresses else NO_SUCH_NAME), 1, len(found), 0, 0
+    )
+    records = [
+        b"\xc0\x0c" + struct.pack("!HHIH", kind, 1, TTL_S, 4) + socket.inet_aton(address) for address in found
+    ]
     return header + query[12 : at + 5] + b"".join(records)
 
 

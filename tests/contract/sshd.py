@@ -32,7 +32,8 @@ class Sshd:
         trusted: bool = True,
         startups: str = "10:30:100",
     ) -> None:
-        self.folder, self.addresses = folder, addresses
+        self.folder = folder
+        self.addresses = addresses
         self._variables = {"HOME": str(folder)}
         folder.mkdir(parents=True)
         folder.chmod(0o700)
@@ -45,12 +46,14 @@ class Sshd:
             probe.bind(("0.0.0.0" if every else addresses[0], 0))
             self.port = probe.getsockname()[1]
         listen = ["0.0.0.0"] if every else addresses
-        self.config, self.known_hosts = folder / "config", folder / "known_hosts"
+        self.config = folder / "config"
+        self.known_hosts = folder / "known_hosts"
         key = " ".join((folder / "host.pub").read_text().split()[:2])
         known = [f"[{address}]:{self.port} {key}\n" for address in addresses]
         self.known_hosts.write_text("".join(known) if trusted else "")
         hosts = [
-            f"Host h{index}\n  HostName {address}\n  Port {self.port}\n" for index, address in enumerate(addresses)
+            f"Host h{index}\n  HostName {address}\n  Port {self.port}\n"
+            for index, address in enumerate(addresses)
         ]
         self.config.write_text(
             "".join(hosts) + f"Host h*\n  User {getpass.getuser()}\n  IdentityFile {folder / 'user'}\n"
@@ -80,7 +83,9 @@ class Sshd:
         pid = int((self.folder / "pid").read_text())
         self.drop_sessions()
         os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: not (self.folder / "pid").exists())  # sshd removes the file after it closed its ports
+        wait_until(
+            lambda: not (self.folder / "pid").exists()
+        )  # sshd removes the file after it closed its ports
 
     def node(self, number: int, name: str = "", **keys: str) -> Machine:
         """Return an address of the server as a node."""
@@ -145,7 +150,8 @@ def inventory(folder: Path, server: Sshd, run_dir: Path, **keys: object) -> Path
         for index, address in enumerate(server.addresses)
     }
     nodes = {
-        name: {"runtime": "none", "gpus": 0, "data_dir": f"{run_dir}/data", **node} for name, node in nodes.items()
+        name: {"runtime": "none", "gpus": 0, "data_dir": f"{run_dir}/data", **node}
+        for name, node in nodes.items()
     }
     (folder / ".clusterignore").write_text("/remote\n/records\n/sshd\n")
     file = folder / "cluster.yaml"

@@ -47,17 +47,22 @@ class Compose:
 
     def remains_of(self, job):
         label = f"label=com.docker.compose.project={job}"
-        return self._docker("ps", "-aq", "--filter", label) + self._docker("network", "ls", "-q", "--filter", label)
+        return self._docker("ps", "-aq", "--filter", label) + self._docker(
+            "network", "ls", "-q", "--filter", label
+        )
 
     def kill_node(self, job, rank):
         assert self._docker("kill", f"{job}-node-{rank}")
 
     def _docker(self, *arguments):
-        return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False).stdout.split()
+        return subprocess.run(
+            ["docker", *arguments], capture_output=True, text=True, check=False
+        ).stdout.split()
 
 
 @pytest.fixture(
-    params=[Local(), Ssh(), pytest.param(Compose(), marks=pytest.mark.engine)], ids=lambda backend: backend.name
+    params=[Local(), Ssh(), pytest.param(Compose(), marks=pytest.mark.engine)],
+    ids=lambda backend: backend.name,
 )
 def backend(request):
     return request.param
@@ -224,7 +229,10 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_end(clusterctl, backend, start,
     assert backend.remains_of(job_name) != []
     stopping.send_signal(signal.SIGINT)
     text = ended(stopping, 130 if command == "launch" else 0, timeout_s=60)
-    assert text == f"stopping {job_name} now (Ctrl-C again exits at once)\n{job_name}: stopped. No processes remain.\n"
+    assert (
+        text
+        == f"stopping {job_name} now (Ctrl-C again exits at once)\n{job_name}: stopped. No processes remain.\n"
+    )
     assert backend.remains_of(job_name) == []
     process.communicate(timeout=60)
 

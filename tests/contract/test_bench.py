@@ -30,7 +30,19 @@ SMALL = ["--imgsz", "64", "--batch", "4", "--steps", "2", "--warmup", "1", "--no
 def launch(clusterctl, job_name):
     """The words that launch `trainer bench scaling` on two nodes."""
     (clusterctl.folder / "few.py").write_text(FEW)
-    job = ["launch", "--backend", "local", "--name", job_name, "--nodes", "2", "--", "bench", "scaling", *SMALL]
+    job = [
+        "launch",
+        "--backend",
+        "local",
+        "--name",
+        job_name,
+        "--nodes",
+        "2",
+        "--",
+        "bench",
+        "scaling",
+        *SMALL,
+    ]
     return lambda *more: [*job, *more]
 
 

@@ -75,7 +75,9 @@ def _listeners(sshd):
 
 
 def test_different_data_fails_and_a_missing_folder_is_an_error(inventory, tmp_path):
-    nodes = tuple(replace(node, data_dir=str(tmp_path / "data of" / node.name)) for node in inventory.machines)
+    nodes = tuple(
+        replace(node, data_dir=str(tmp_path / "data of" / node.name)) for node in inventory.machines
+    )
     inventory = replace(inventory, machines=nodes)
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "a.txt").write_text("a")
@@ -90,7 +92,9 @@ def test_different_data_fails_and_a_missing_folder_is_an_error(inventory, tmp_pa
 def test_changed_host_key_fails_one_node_and_others_are_checked(inventory, sshd):
     other = " ".join((sshd.folder / "user.pub").read_text().split()[:2])
     lines = sshd.known_hosts.read_text().splitlines()
-    sshd.known_hosts.write_text("\n".join([lines[0], f"[{sshd.addresses[1]}]:{sshd.port} {other}", lines[2], ""]))
+    sshd.known_hosts.write_text(
+        "\n".join([lines[0], f"[{sshd.addresses[1]}]:{sshd.port} {other}", lines[2], ""])
+    )
     report = doctor.examine(inventory, skip=WITHOUT_IMAGE)
     login = found(report, "login")
     assert [node for node, finding in login.items() if finding.level == "failure"] == ["h1"]
@@ -117,7 +121,9 @@ def test_processes_of_an_unknown_job_are_orphans(inventory, job_name):
     try:
         report = doctor.examine(inventory, skip=(*WITHOUT_IMAGE, "reachable"))
         assert job_name in found(report, "orphans")["h0"].detail
-        report = doctor.examine(inventory, skip=(*WITHOUT_IMAGE, "reachable"), supervised=frozenset({launch_id}))
+        report = doctor.examine(
+            inventory, skip=(*WITHOUT_IMAGE, "reachable"), supervised=frozenset({launch_id})
+        )
         assert f"orphans of {job_name}" not in found(report, "orphans")["h0"].detail
     finally:
         child.kill()

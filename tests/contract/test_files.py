@@ -17,14 +17,27 @@ from cluster.transport.files import Difference
 from tests.conftest import interrupted
 
 NAMES = [
-    *("plain.txt", "a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "-n", "--delete", "ünïcode/ß", " x ", "*"),
+    *(
+        "plain.txt",
+        "a'; echo foo",
+        'a"=0"',
+        "one\ntwo",
+        "$HOME `id` \\",
+        "-n",
+        "--delete",
+        "ünïcode/ß",
+        " x ",
+        "*",
+    ),
     *("tab\there", "deep/er/and er/-rf", ":remote:path", os.fsdecode(b"latin-\xe9")),
 ]
 
 
 @pytest.fixture
 def nodes(sshd, tmp_path):
-    yield [sshd.node(at, f"gpu-{letter}", data_dir=f"{tmp_path}/{letter} d'") for at, letter in enumerate("ab")]
+    yield [
+        sshd.node(at, f"gpu-{letter}", data_dir=f"{tmp_path}/{letter} d'") for at, letter in enumerate("ab")
+    ]
     close_all()
 
 
@@ -82,7 +95,9 @@ def test_only_what_changed_is_sent(nodes, folder):
 
 
 def test_check_names_the_node_the_folder_and_the_first_files_that_differ(nodes, folder):
-    with pytest.raises(ClusterError, match=r"gpu-a: .*my \$data does not exist\n +gpu-b: .* does not exist") as absent:
+    with pytest.raises(
+        ClusterError, match=r"gpu-a: .*my \$data does not exist\n +gpu-b: .* does not exist"
+    ) as absent:
         files.check(nodes, [str(folder)])
     assert absent.value.hint == f"clusterctl sync '{folder}'"
     sync(nodes, folder)
@@ -343,17 +358,23 @@ def clusterctl(*arguments):
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=100)
 
 
-def test_the_command_prints_a_line_per_node_and_fails_while_files_differ(nodes, folder, tmp_path, monkeypatch):
+def test_the_command_prints_a_line_per_node_and_fails_while_files_differ(
+    nodes, folder, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "cluster.yaml").write_text(
         f"device: cpu\nssh_config: {nodes[0].ssh_config}\nnodes:\n"
-        + "".join(f'  {node.name}:\n    login: {node.login}\n    data_dir: "{node.data_dir}"\n' for node in nodes)
+        + "".join(
+            f'  {node.name}:\n    login: {node.login}\n    data_dir: "{node.data_dir}"\n' for node in nodes
+        )
     )
     words = ["sync", folder, "--copy", "-i", tmp_path / "cluster.yaml"]
     done = clusterctl(*words)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert [line.split(",")[0] for line in lines] == [f"gpu-{letter}: {len(NAMES) + 2} files" for letter in "ab"]
+    assert [line.split(",")[0] for line in lines] == [
+        f"gpu-{letter}: {len(NAMES) + 2} files" for letter in "ab"
+    ]
     assert " sent, " in lines[0]
     (Path(nodes[1].mirror(str(folder))) / "left over").write_text("x")
     done = clusterctl(*words, "--json")

@@ -49,7 +49,9 @@ def test_a_job_whose_last_line_hangs_on_a_rank_is_done(backend, kept_by, cluster
         inventory(clusterctl.folder, request.getfixturevalue("sshd"), clusterctl.folder / "remote")
         command += ["--python", sys.executable]
     text = clusterctl.expect(0, *command, "--command", f"train.py '{kept_by}'")
-    who = "rank 1 did not exit after the program's end" if kept_by == "the group" else "its ranks did not exit"
+    who = (
+        "rank 1 did not exit after the program's end" if kept_by == "the group" else "its ranks did not exit"
+    )
     assert f"node-1: {who}" in text, text
     assert "done in" in text.splitlines()[-1]
     assert not processes_of(job_name)

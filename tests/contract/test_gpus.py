@@ -84,7 +84,8 @@ class Local:
     name = "local"
 
     def __init__(self, folder, site):
-        self._folder, self._site = folder, site
+        self._folder = folder
+        self._site = site
 
     def has(self, gpus, driver="580.82.07"):
         """Install the GPUs."""
@@ -142,7 +143,8 @@ class Ssh(Local):
 
     def __init__(self, folder, site, sshd, runtime="none"):
         super().__init__(folder, site)
-        self._sshd, self._runtime = sshd, runtime
+        self._sshd = sshd
+        self._runtime = runtime
         python = f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} "$@"\n'
         architecture = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
         for name, text in (("python3", python), ("docker", DOCKER.replace("ARCHITECTURE", architecture))):
@@ -160,7 +162,11 @@ class Ssh(Local):
         return user.folder / "remote" / job / "attempt-1" / "h0.log"
 
     def _describe(self, folder):
-        keys = {"run_dir": str(folder / "remote"), "runtime": self._runtime, "address": self._sshd.addresses[0]}
+        keys = {
+            "run_dir": str(folder / "remote"),
+            "runtime": self._runtime,
+            "address": self._sshd.addresses[0],
+        }
         (folder / ".clusterignore").write_text("/remote\n/records\n")
         described = {"ssh_config": str(self._sshd.config), "nodes": {"h0": keys}}
         (folder / "cluster.yaml").write_text(yaml.safe_dump(described))
@@ -262,7 +268,9 @@ def test_doctor_reports_the_gpus(machine, gpus, driver, check, level, detail, fi
 def test_launch_refuses_a_driver_that_is_too_old_for_the_cuda_of_torch(machine, job_name):
     machine.has(nvidia_smi.gpus(2), OLD)
     ann = machine.user("ann")
-    text = ann.expect(2, *launch(machine, job_name), has=f"driver {OLD} is too old: CUDA 13.0 needs 580 or newer")
+    text = ann.expect(
+        2, *launch(machine, job_name), has=f"driver {OLD} is too old: CUDA 13.0 needs 580 or newer"
+    )
     assert "hint: on " in text
     assert "install a newer driver (https://www.nvidia.com/drivers)" in text
     assert processes_of(job_name) == []
@@ -301,7 +309,9 @@ def test_a_gpu_of_cluster_yaml_that_was_divided_into_slices_is_an_error(machine,
 
 
 @without_container
-@pytest.mark.parametrize(("gpus", "ids"), [(nvidia_smi.gpus(2), ["0", "1"]), (MIG, SLICES)], ids=["GPUs", "MIG"])
+@pytest.mark.parametrize(
+    ("gpus", "ids"), [(nvidia_smi.gpus(2), ["0", "1"]), (MIG, SLICES)], ids=["GPUs", "MIG"]
+)
 def test_two_users_never_get_the_same_gpu_or_mig_slice(machine, gpus, ids, job_name):
     """The users share nothing but the machine: only its locks keep them apart."""
     machine.has(gpus)
@@ -340,7 +350,9 @@ def race(request, tmp_path, site):
     """Return a machine with one GPU, which a launcher locks when the test says so, and how to launch there."""
     kinds = {"local": Local, "compose": Compose}
     name = request.param
-    machine = kinds[name](tmp_path, site) if name in kinds else Ssh(tmp_path, site, request.getfixturevalue("sshd"))
+    machine = (
+        kinds[name](tmp_path, site) if name in kinds else Ssh(tmp_path, site, request.getfixturevalue("sshd"))
+    )
     machine.has(nvidia_smi.gpus(1))
     machine.program("flock", FLOCK.replace("FOLDER", str(tmp_path)).replace("FLOCK", shutil.which("flock")))
     return machine
@@ -382,10 +394,13 @@ def test_a_launcher_that_has_lost_a_race_leaves_nothing(race, tmp_path, job_name
 
 
 def test_containers_of_compose_and_other_jobs_never_get_the_same_gpu(tmp_path, site, job_name):
-    compose, local = Compose(tmp_path, site), Local(tmp_path, site)
+    compose = Compose(tmp_path, site)
+    local = Local(tmp_path, site)
     compose.has(nvidia_smi.gpus(1))
-    ann, bob = compose.user("ann"), local.user("bob")
-    one, two = f"{job_name}-one", f"{job_name}-two"
+    ann = compose.user("ann")
+    bob = local.user("bob")
+    one = f"{job_name}-one"
+    two = f"{job_name}-two"
     python = ["--python", sys.executable]
     ann.expect(0, *launch(compose, one, "--detach"))
     try:
@@ -398,7 +413,9 @@ def test_containers_of_compose_and_other_jobs_never_get_the_same_gpu(tmp_path, s
         bob.expect(0, "stop", two)
         ann.expect(0, *launch(compose, f"{one}-3", "--detach"))
         ann.expect(0, "stop", f"{one}-3")
-        bob.expect(0, *launch(local, f"{two}-2", *python), has="sees 0")  # the lock is free when `stop` has ended
+        bob.expect(
+            0, *launch(local, f"{two}-2", *python), has="sees 0"
+        )  # the lock is free when `stop` has ended
     finally:
         ann.run("stop", one)
         bob.run("stop", two)
@@ -414,7 +431,9 @@ def test_a_file_is_synced_and_mounted_without_its_folder(machine, tmp_path, job_
     weights = tmp_path / "y.pt"
     weights.write_bytes(b"weights")
     words = ["--name", job_name, "--", "train", "--weights", "../y.pt"]
-    text = ann.expect(3, "launch", *words, has=f"h0: {weights} does not exist\nhint: clusterctl sync {weights}\n")
+    text = ann.expect(
+        3, "launch", *words, has=f"h0: {weights} does not exist\nhint: clusterctl sync {weights}\n"
+    )
     assert text.count("does not exist") == 1
     ann.expect(0, "sync", "../y.pt")
     assert "does not exist" not in ann.run("launch", *words)[1]

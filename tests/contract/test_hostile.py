@@ -105,7 +105,8 @@ def test_a_node_writes_nothing_outside_of_the_run_directory(clusterctl, remote, 
     clusterctl.expect(0, "launch", "--nodes", "1", "--name", job_name, "--detach", "--command", TICKS.name)
     clusterctl.wait_for(job_name, "tick 1")
     run_dir = clusterctl.folder / "runs" / job_name
-    ranks, here = remote / job_name / "attempt-1/ranks", run_dir / "attempt-1/ranks/node-0"
+    ranks = remote / job_name / "attempt-1/ranks"
+    here = run_dir / "attempt-1/ranks/node-0"
     clusterctl.run("stop", job_name)
     for target in ("../../../../outside", str(outside), "here/../../../../../outside"):
         # As if an earlier version had copied the link, and as this version does.

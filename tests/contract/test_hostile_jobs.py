@@ -52,7 +52,13 @@ def launch(clusterctl):
 def test_every_command_shows_a_job_whose_events_do_not_fit(launch, clusterctl, job_name):
     terminal = Terminal(clusterctl, *launch, "--name", job_name, "--command", "hostile.py 0")
     terminal.wait_for("printed", timeout_s=60)
-    for words in (["ps"], ["ps", "--all"], ["status", job_name], ["logs", job_name], ["top", "--once", job_name]):
+    for words in (
+        ["ps"],
+        ["ps", "--all"],
+        ["status", job_name],
+        ["logs", job_name],
+        ["top", "--once", job_name],
+    ):
         assert "Traceback" not in clusterctl.expect(0, *words)
     assert [row["job"] for row in json.loads(clusterctl.expect(0, "ps", "--json"))] == [job_name]
     assert json.loads(clusterctl.expect(0, "top", "--json", job_name))["progress"]["step"] == 1
@@ -68,7 +74,9 @@ def test_every_command_shows_a_job_whose_events_do_not_fit(launch, clusterctl, j
 
 def test_a_failed_job_is_restarted_although_its_last_epoch_is_no_number(launch, clusterctl, job_name):
     (clusterctl.folder / "go").touch()
-    text = clusterctl.expect(0, *launch, "--name", job_name, "--max-restarts", "1", "--command", "hostile.py 1")
+    text = clusterctl.expect(
+        0, *launch, "--name", job_name, "--max-restarts", "1", "--command", "hostile.py 1"
+    )
     assert "restart 1 of 1" in text, text
     assert "attempt 2 on node-0" in text, text
 

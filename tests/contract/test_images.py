@@ -30,7 +30,8 @@ class Progress:
 
     def __init__(self, enough=MB):
         self.last = {}
-        self.enough, self.reached = enough, threading.Event()
+        self.enough = enough
+        self.reached = threading.Event()
 
     def __call__(self, node, what, done, total):
         self.last[node] = (done, total)
@@ -79,7 +80,8 @@ def part_of(folder):
 
 
 def test_a_file_arrives_whole_and_is_not_sent_again(nodes, content, made, tmp_path):
-    progress, folder = Progress(), tmp_path / "node's $1 folder"
+    progress = Progress()
+    folder = tmp_path / "node's $1 folder"
     moved = send(nodes[0], str(folder), [made], progress)
     assert [path.read_bytes() for path in folder.iterdir()] == [content.read_bytes()]
     assert 6 * MB < moved < 6.1 * MB
@@ -95,7 +97,8 @@ def large(content, monkeypatch):
 
 
 def test_partial_file_of_a_broken_connection_is_resumed(large, nodes, content, made, sshd, tmp_path):
-    progress, folder = Progress(enough=10 * MB), str(tmp_path / "node")
+    progress = Progress(enough=10 * MB)
+    folder = str(tmp_path / "node")
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(send, nodes[0], folder, [made], progress)
         assert progress.reached.wait(20)
@@ -110,7 +113,10 @@ def test_partial_file_of_a_broken_connection_is_resumed(large, nodes, content, m
 
 def sessions(sshd):
     pid = (sshd.folder / "pid").read_text().strip()
-    return [int(each) for each in subprocess.run(["pgrep", "-P", pid], capture_output=True, check=False).stdout.split()]
+    return [
+        int(each)
+        for each in subprocess.run(["pgrep", "-P", pid], capture_output=True, check=False).stdout.split()
+    ]
 
 
 def test_node_that_stops_responding_does_not_block_others(large, nodes, content, made, sshd, tmp_path):
@@ -161,7 +167,9 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_ends_transfer_and_compression_and_keeps_the_partial_file(large, nodes, content, made, tmp_path):
+def test_ctrl_c_ends_transfer_and_compression_and_keeps_the_partial_file(
+    large, nodes, content, made, tmp_path
+):
     (tmp_path / "interrupted").mkdir()
     words = [content, tmp_path / "interrupted", tmp_path / "node", nodes[0].ssh_config]
     done = interrupted(INTERRUPTED, *words, timeout_s=50)
@@ -210,7 +218,10 @@ def test_complete_blob_has_the_compressed_source(content, blob):
     made = blob(packer=["gzip", "-c"])
     made.make()
     assert made.size == made.file.stat().st_size
-    assert subprocess.run(["gzip", "-dc", made.file], capture_output=True, check=True).stdout == content.read_bytes()
+    assert (
+        subprocess.run(["gzip", "-dc", made.file], capture_output=True, check=True).stdout
+        == content.read_bytes()
+    )
 
 
 def test_failed_source_is_reported(blob):
@@ -221,7 +232,9 @@ def test_failed_source_is_reported(blob):
 
 def test_full_local_disk_is_reported(blob):
     full = blob(["cat", "/dev/urandom"], ["bash", "-c", "gzip -c >/dev/full"])
-    with pytest.raises(ClusterError, match=r"^this machine: .*/here cannot be written: No space left on device$"):
+    with pytest.raises(
+        ClusterError, match=r"^this machine: .*/here cannot be written: No space left on device$"
+    ):
         full.make()
 
 
@@ -239,13 +252,16 @@ def test_full_disk_on_a_node_is_reported(nodes, made, tmp_path):
 @pytest.fixture
 def image(tmp_path):
     """A small image with two layers; its engine is also the nodes' engine."""
-    name, base = f"clusterctl-test-{os.getpid()}:1", f"clusterctl-test-{os.getpid()}:base"
+    name = f"clusterctl-test-{os.getpid()}:1"
+    base = f"clusterctl-test-{os.getpid()}:base"
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "code").write_bytes(os.urandom(2 * MB))
     tar = subprocess.run(["tar", "-c", "-C", tmp_path, "content"], capture_output=True, check=True).stdout
     subprocess.run(["docker", "import", "-", base], input=tar, capture_output=True, check=True)
     (tmp_path / "image" / "Dockerfile").write_text(f"FROM {base}\nCOPY code /code\nCMD x\n")
-    subprocess.run(["docker", "build", "--quiet", "--tag", name, tmp_path / "image"], capture_output=True, check=True)
+    subprocess.run(
+        ["docker", "build", "--quiet", "--tag", name, tmp_path / "image"], capture_output=True, check=True
+    )
     yield name
     subprocess.run(["docker", "image", "rm", "--force", name, base], capture_output=True, check=False)
 
@@ -264,7 +280,9 @@ def test_concurrent_pushes_keep_each_others_files(read, content, image, nodes, m
     def run(push_nodes):
         counts = {node.name: 2 for node in push_nodes}
         folders = {node.name: engine.make_folder(node) for node in push_nodes}
-        results.append(send_missing(image, here, layers, "gz", counts, folders, push_nodes, print, Progress()))
+        results.append(
+            send_missing(image, here, layers, "gz", counts, folders, push_nodes, print, Progress())
+        )
 
     runs = [threading.Thread(target=run, args=(each,)) for each in (nodes[:2], nodes[2:])]
     for each in runs:
@@ -283,7 +301,8 @@ def test_files_that_another_push_replaces_meanwhile_are_loaded(content, image, n
     monkeypatch.setenv("HOME", str(tmp_path))
     here = engine.inspect(engine.HERE, image)
     node = dataclasses.replace(nodes[0], runtime="docker")
-    folder, loads = engine.make_folder(node), engine.load
+    folder = engine.make_folder(node)
+    loads = engine.load
 
     def load(there, name, files, *more):
         """Load the files while equal ones take their places, as rsync puts them there."""
@@ -304,7 +323,17 @@ def test_files_that_another_push_replaces_meanwhile_are_loaded(content, image, n
                 replacing.result()
 
     monkeypatch.setattr(engine, "load", load)
-    arguments = image, here, Layers.of(here), "gz", {node.name: 2}, {node.name: folder}, [node], print, Progress()
+    arguments = (
+        image,
+        here,
+        Layers.of(here),
+        "gz",
+        {node.name: 2},
+        {node.name: folder},
+        [node],
+        print,
+        Progress(),
+    )
     assert send_missing(*arguments)[node.name].id == here.id
 
 
@@ -322,6 +351,8 @@ def test_layer_from_the_engine_has_its_original_digest(user, monkeypatch):
     assert json.loads(layers.config)["rootfs"]["diff_ids"] == list(here.layers)
     assert layers.chains == tuple(chain_ids(here.layers))
     # The last layer has our code; every push sends it.
-    tar = subprocess.run([*layers.program, "layer", layers.chains[-1]], capture_output=True, check=True, timeout=120)
+    tar = subprocess.run(
+        [*layers.program, "layer", layers.chains[-1]], capture_output=True, check=True, timeout=120
+    )
     assert f"sha256:{hashlib.sha256(tar.stdout).hexdigest()}" == here.layers[-1]
     assert len(tar.stdout) > layers.sizes[-1] > 0

@@ -35,7 +35,9 @@ def machine(sshd, yaml):
 
 
 def test_init_writes_a_complete_file(sshd, clusterctl):
-    text = clusterctl.expect(0, "init", "h0", "--ssh-config", str(sshd.config), "--run-dir", "~/it's here/runs")
+    text = clusterctl.expect(
+        0, "init", "h0", "--ssh-config", str(sshd.config), "--run-dir", "~/it's here/runs"
+    )
     file = clusterctl.folder / "cluster.yaml"
     made = schema.read(file.read_text(), "cluster.yaml", BACKENDS)
     assert inventory.is_complete(made)
@@ -76,7 +78,9 @@ def test_one_machine_under_three_names_is_refused_and_nothing_is_written(sshd, c
 
 def test_every_failing_machine_is_named_with_a_hint_and_nothing_is_written(sshd, clusterctl):
     sshd.known_hosts.write_text("".join(sshd.known_hosts.read_text().splitlines(keepends=True)[:1]))
-    text = clusterctl.expect(5, "init", "h0", "h1", "nowhere.invalid", "--ssh-config", str(sshd.config), has="h1 (")
+    text = clusterctl.expect(
+        5, "init", "h0", "h1", "nowhere.invalid", "--ssh-config", str(sshd.config), has="h1 ("
+    )
     assert f"ssh -o StrictHostKeyChecking=ask -F {sshd.config} h1" in text
     assert ": the host name nowhere.invalid does not resolve" in text
     assert "h0 (" not in text
@@ -127,7 +131,9 @@ def test_without_any_gpu_the_device_is_cpu_with_a_note_and_cuda_is_an_error(sshd
 
 
 def test_gpus_are_counted_and_a_failing_driver_is_an_error_with_its_message(sshd, clusterctl):
-    nvidia_smi.install(sshd.bin(), [nvidia_smi.Gpu("GPU-0", slices=("MIG-0-a", "MIG-0-b")), *nvidia_smi.gpus(1)])
+    nvidia_smi.install(
+        sshd.bin(), [nvidia_smi.Gpu("GPU-0", slices=("MIG-0-a", "MIG-0-b")), *nvidia_smi.gpus(1)]
+    )
     arguments = ("init", "--ssh-config", str(sshd.config), "h0")
     clusterctl.expect(0, *arguments)
     file = (clusterctl.folder / "cluster.yaml").read_text()
@@ -162,11 +168,14 @@ def test_the_output_of_a_login_script_is_ignored(sshd):
 def test_docker_on_some_nodes_only_and_without_permission_are_errors(sshd):
     first, second = sshd.addresses[:2]
     program(
-        sshd, "docker", "#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2; echo 'engine_version='; exit 1\n"
+        sshd,
+        "docker",
+        "#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2; echo 'engine_version='; exit 1\n",
     )
     with pytest.raises(ClusterError, match=r"h1: docker does not answer \(Cannot connect") as caught:
         machine(
-            sshd, f"device: cpu\nnodes:\n  h0: {{address: {first}, runtime: docker}}\n  h1: {{address: {second}}}\n"
+            sshd,
+            f"device: cpu\nnodes:\n  h0: {{address: {first}, runtime: docker}}\n  h1: {{address: {second}}}\n",
         )
     assert "--runtime none for all" in caught.value.hint
     program(

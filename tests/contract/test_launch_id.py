@@ -70,7 +70,9 @@ def variables(pid):
 
 
 @pytest.mark.parametrize("backend", ["local", "ssh"])
-def test_every_process_of_a_job_has_its_launch_id_and_stop_leaves_a_namesake(machines, planted, job_name, backend):
+def test_every_process_of_a_job_has_its_launch_id_and_stop_leaves_a_namesake(
+    machines, planted, job_name, backend
+):
     launch = launched(machines, job_name, "--backend", backend, "--nodes", "2", "--detach")
     log = machines.folder / "runs" / job_name / "attempt-1" / "node-0.log"
     assert wait_until(lambda: log.exists() and "tick 1" in log.read_text())
@@ -104,13 +106,18 @@ def test_each_launch_has_another_id_and_a_restart_the_same(machines, job_name):
     record = JobStore(machines.folder / "records").load(f"{job_name}-2")
     assert record.plan.attempt == 2, text
     scripts = machines.folder.glob(f"runs/{job_name}-2/attempt-*/node-0.sh")
-    assert [f"CLUSTER_LAUNCH_ID={record.job.launch_id}\n" in path.read_text() for path in scripts] == [True, True]
+    assert [f"CLUSTER_LAUNCH_ID={record.job.launch_id}\n" in path.read_text() for path in scripts] == [
+        True,
+        True,
+    ]
     assert record.job.launch_id != one
     code, text = machines.run("plan", "--backend", "local", "--name", job_name, "--command", "ticks.py")
     assert (code, "CLUSTER_LAUNCH_ID=0000000000000000" in text) == (0, True)
 
 
-@pytest.mark.parametrize(("option", "output"), [("--yes", "node-0: removed JOB"), ("-y --json", '"removed": true')])
+@pytest.mark.parametrize(
+    ("option", "output"), [("--yes", "node-0: removed JOB"), ("-y --json", '"removed": true')]
+)
 @pytest.mark.parametrize("by", ["name", "launch ID"])
 def test_orphans_are_found_without_a_record_and_removed(machines, planted, option, output, by, job_name):
     launch = token_hex(8)
@@ -179,7 +186,9 @@ def test_a_job_that_a_launcher_follows_is_no_orphan_while_no_script_runs(machine
     (machines.folder / "cluster.yaml").unlink()
 
     def states():
-        return [row["runs"] for row in json.loads(machines.run("gc", "--json")[1]) if row["launch_id"] == launch]
+        return [
+            row["runs"] for row in json.loads(machines.run("gc", "--json")[1]) if row["launch_id"] == launch
+        ]
 
     assert states() == [True]
     os.kill(supervisor, signal.SIGKILL)
@@ -203,7 +212,17 @@ def test_stop_does_not_touch_a_job_again_that_has_ended_but_gc_finds_it(machines
 @pytest.mark.parametrize("backend", ["local", "ssh"])
 def test_a_deleted_run_folder_frees_the_name_of_a_job_that_has_ended(machines, job_name, backend):
     first = launched(machines, job_name, "--backend", backend, "--nodes", "1", ticks=0)
-    again = ["launch", "--name", job_name, "--backend", backend, "--python", sys.executable, "--command", "ticks.py"]
+    again = [
+        "launch",
+        "--name",
+        job_name,
+        "--backend",
+        backend,
+        "--python",
+        sys.executable,
+        "--command",
+        "ticks.py",
+    ]
     machines.expect(2, *again, has=f"{job_name} already exists")
     shutil.rmtree(machines.folder / "runs" / job_name)
     shutil.rmtree(machines.folder / "remote", ignore_errors=True)
@@ -214,14 +233,28 @@ def test_a_deleted_run_folder_frees_the_name_of_a_job_that_has_ended(machines, j
 def test_a_job_whose_run_folder_is_deleted_while_it_runs_can_be_stopped(machines, job_name, backend):
     launched(machines, job_name, "--backend", backend, "--nodes", "1", "--detach")
     assert wait_until(lambda: (machines.folder / "runs" / job_name / "attempt-1" / "node-0.log").exists())
-    os.kill(JobStore(machines.folder / "records").supervisor_of(job_name).pid, signal.SIGKILL)  # it would see the loss
+    os.kill(
+        JobStore(machines.folder / "records").supervisor_of(job_name).pid, signal.SIGKILL
+    )  # it would see the loss
     shutil.rmtree(machines.folder / "runs" / job_name)
     shutil.rmtree(machines.folder / "remote", ignore_errors=True)
-    again = ["launch", "--name", job_name, "--backend", backend, "--python", sys.executable, "--command", "ticks.py"]
+    again = [
+        "launch",
+        "--name",
+        job_name,
+        "--backend",
+        backend,
+        "--python",
+        sys.executable,
+        "--command",
+        "ticks.py",
+    ]
     machines.expect(
         2, *again, has=f"its run directory is gone; to stop it and free its name: clusterctl stop {job_name}"
     )
-    text = machines.expect(0, "stop", job_name, "--grace", "1s", has=f"{job_name}: stopped. No processes remain.")
+    text = machines.expect(
+        0, "stop", job_name, "--grace", "1s", has=f"{job_name}: stopped. No processes remain."
+    )
     assert "Traceback" not in text
     assert processes_of(job_name) == []
     shutil.rmtree(machines.folder / "runs" / job_name, ignore_errors=True)

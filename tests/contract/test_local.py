@@ -97,7 +97,9 @@ def test_stop_ends_several_jobs_or_all(clusterctl, launch, job_name):
 
 
 def test_a_stop_that_lasts_says_what_it_waits_for(clusterctl, launch, job_name):
-    deaf = "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\n"
+    deaf = (
+        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\n"
+    )
     (clusterctl.folder / "deaf.py").write_text(f"{deaf}time.sleep(600)\n")
     clusterctl.expect(0, *launch("deaf.py", "--detach"))
     clusterctl.wait_for(job_name, "deaf")
@@ -118,12 +120,16 @@ def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl, launch, j
     clusterctl.expect(0, *launch("show.py", "--detach", "--gpus", "1", name=first))
     try:
         clusterctl.wait_for(first, "sees 2")
-        clusterctl.expect(2, *launch("show.py", "--gpus", "1", name=second), has=f"job {first} is using GPU 2")
+        clusterctl.expect(
+            2, *launch("show.py", "--gpus", "1", name=second), has=f"job {first} is using GPU 2"
+        )
         clusterctl.expect(0, *launch("show.py", "--detach", "--wait", "60s", "--gpus", "1", name=third))
         clusterctl.wait_for(third, "sees 1")
         text = clusterctl.expect(3, *launch("show.py", "--wait", "1s", "--gpus", "1", name=second))
         assert f"held by {first}, {third}" in text
-        waiting = clusterctl.start(*launch("show.py", "--detach", "--wait", "60s", "--gpus", "1", name=second))
+        waiting = clusterctl.start(
+            *launch("show.py", "--detach", "--wait", "60s", "--gpus", "1", name=second)
+        )
         assert waiting.stdout.readline() == f"waiting for 1 GPU: held by {first}, {third}\n"
         assert clusterctl.run("stop", first)[0] == 0
         ended(waiting, 0, timeout_s=60)
@@ -143,7 +149,9 @@ def test_a_taken_master_port_is_an_error_with_its_holder(clusterctl, launch):
         holder.bind(("", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        text = clusterctl.expect(2, *launch(f"{TICKS}", "--master-port", str(port)), has=f"port {port} is taken")
+        text = clusterctl.expect(
+            2, *launch(f"{TICKS}", "--master-port", str(port)), has=f"port {port} is taken"
+        )
     assert f"pid={os.getpid()}" in text
     assert list(clusterctl.folder.iterdir()) == []
 
@@ -185,7 +193,9 @@ def test_an_unreachable_engine_is_an_error_for_compose_and_a_note_for_auto(clust
     clusterctl.env["DOCKER_HOST"] = "unix:///nowhere.sock"
     clusterctl.expect(2, "launch", "--backend", "compose", has="Docker Engine does not answer")
     assert list(clusterctl.folder.iterdir()) == []
-    text = clusterctl.expect(0, "plan", "--nodes", "3", "--gpus", "2", has="the nodes are process groups here")
+    text = clusterctl.expect(
+        0, "plan", "--nodes", "3", "--gpus", "2", has="the nodes are process groups here"
+    )
     assert text.count("# ---- node-") == 3
 
 
@@ -201,10 +211,10 @@ def test_backend_here_ignores_cluster_yaml(clusterctl):
 def test_a_plan_imports_no_heavy_packages(clusterctl):
     program = "import sys; sys.argv = ['clusterctl', 'plan', '--backend', 'local']\n"
     program += "from cluster.cli.main import main\ntry:\n main()\nfinally:\n"
-    program += (
-        " print([name for name in ('fabric', 'submitit', 'yaml', 'tarfile', 'torch', 'numpy') if name in sys.modules])"
+    program += " print([name for name in ('fabric', 'submitit', 'yaml', 'tarfile', 'torch', 'numpy') if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=clusterctl.folder, capture_output=True, text=True
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=clusterctl.folder, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -249,8 +259,12 @@ def test_two_launches_at_the_same_moment_get_different_names(clusterctl, records
 def test_bad_input_of_the_trainer_is_an_error_without_a_traceback(clusterctl, job_name):
     text = clusterctl.expect(2, *LOCAL, "--name", job_name, "--nodes", "2", "--", "--batch", "1")
     # The log of rank 0 has the error, too, unless rank 1 failed first and rank 0 was stopped before it said so.
-    assert re.search(r"^node-[01]: rank [01]: --batch 1 is smaller than the number of ranks, 2$", text, re.MULTILINE)
-    assert re.search(r"^hint: --batch counts the images of all ranks together: use 2 or more$", text, re.MULTILINE)
+    assert re.search(
+        r"^node-[01]: rank [01]: --batch 1 is smaller than the number of ranks, 2$", text, re.MULTILINE
+    )
+    assert re.search(
+        r"^hint: --batch counts the images of all ranks together: use 2 or more$", text, re.MULTILINE
+    )
     assert "Traceback" not in text
     assert processes_of(job_name) == []
 
@@ -283,7 +297,9 @@ def test_a_script_that_is_run_by_hand_again_has_its_own_exit_code(clusterctl, la
         "import pathlib, sys\nran = pathlib.Path('ran')\nif not ran.exists():\n    ran.touch()\n    sys.exit(75)\n"
     )
     clusterctl.expect(0, "plan", *launch("again.py")[1:], "-o", "plan.sh")
-    ended = [subprocess.run(["bash", "plan.sh"], cwd=clusterctl.folder, check=False).returncode for _ in range(2)]
+    ended = [
+        subprocess.run(["bash", "plan.sh"], cwd=clusterctl.folder, check=False).returncode for _ in range(2)
+    ]
     assert ended == [75, 0]
 
 
@@ -308,7 +324,8 @@ def test_a_job_is_stopped_even_if_its_record_cannot_be_written(clusterctl, launc
 @pytest.fixture
 def starts(clusterctl):
     """A locked file that holds the last step before each start of a node."""
-    lock, slow = clusterctl.folder / "lock", clusterctl.folder / "bin" / "env"
+    lock = clusterctl.folder / "lock"
+    slow = clusterctl.folder / "bin" / "env"
     slow.parent.mkdir()
     slow.write_text(f'#!/bin/sh\nexec flock --close {lock} {shutil.which("env")} "$@"\n')
     slow.chmod(0o755)
@@ -325,7 +342,9 @@ def starts(clusterctl):
         yield held
 
 
-def test_a_launcher_that_is_terminated_during_the_start_leaves_no_processes(clusterctl, launch, job_name, starts):
+def test_a_launcher_that_is_terminated_during_the_start_leaves_no_processes(
+    clusterctl, launch, job_name, starts
+):
     launcher = clusterctl.start(*launch(f"{TICKS}", "--nodes", "2"))
     assert wait_until(lambda: list(clusterctl.folder.glob(f"runs/{job_name}/attempt-1/node-?.sh")))
     with JobStore(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"])).supervise(job_name) as is_supervisor:
@@ -356,7 +375,9 @@ def is_being_started(clusterctl, job_name):
     return is_
 
 
-def test_the_record_says_while_an_attempt_is_being_started(clusterctl, launch, job_name, starts, is_being_started):
+def test_the_record_says_while_an_attempt_is_being_started(
+    clusterctl, launch, job_name, starts, is_being_started
+):
     """Until then its nodes are not polled."""
     records = JobStore(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"]))
     process = clusterctl.start(*launch("twice.py", "--max-restarts", "1"))
@@ -394,7 +415,8 @@ def test_what_a_killed_launcher_has_started_is_polled(clusterctl, launch, job_na
 
 def test_a_third_ctrl_c_exits_at_once(clusterctl, launch, job_name):
     """The command in its message then stops the job. The test's `sleep` does not end, so that no stop does."""
-    lock, slow = clusterctl.folder / "lock", clusterctl.folder / "bin" / "sleep"
+    lock = clusterctl.folder / "lock"
+    slow = clusterctl.folder / "bin" / "sleep"
     slow.parent.mkdir()
     slow.write_text(f"#!/bin/sh\nexec flock {lock} true\n")
     slow.chmod(0o755)
@@ -417,7 +439,9 @@ def test_a_third_ctrl_c_exits_at_once(clusterctl, launch, job_name):
         text = ended(process, 130, timeout_s=60)
     assert text.endswith(f"exited before the job stopped; to stop it: clusterctl stop {job_name}\n")
     clusterctl.env["PATH"] = path
-    clusterctl.expect(0, "stop", job_name, "--grace", "1s", has="No processes remain.")  # if the kill was too late
+    clusterctl.expect(
+        0, "stop", job_name, "--grace", "1s", has="No processes remain."
+    )  # if the kill was too late
     assert processes_of(job_name) == []
 
 
@@ -567,7 +591,10 @@ dist.barrier()
             "rank 0 has not entered all_reduce: select (stalls.py:22); ranks 1, 2, 3 wait in all_reduce (stalls.py:28)",
         ),
         ("ranks poll", "rank 3: sleep (stalls.py:13); ranks 0, 1, 2: <module> (stalls.py:27)"),
-        ("two collectives", "rank 0 waits in barrier (stalls.py:24); ranks 1, 2, 3 wait in all_reduce (stalls.py:28)"),
+        (
+            "two collectives",
+            "rank 0 waits in barrier (stalls.py:24); ranks 1, 2, 3 wait in all_reduce (stalls.py:28)",
+        ),
     ],
 )
 def test_a_stalled_program_says_which_ranks_wait_where(clusterctl, launch, job_name, how, cause):
@@ -576,7 +603,9 @@ def test_a_stalled_program_says_which_ranks_wait_where(clusterctl, launch, job_n
     began = time.monotonic()
     what = "no output, and busy at the same place" if how == "ranks poll" else "no output and no activity"
     clusterctl.expect(1, *launch(f"stalls.py '{how}'", *words), has=f"{what}: {cause}\n")
-    assert "agent: rank 3:   File " in (clusterctl.folder / f"runs/{job_name}/attempt-1/node-1.log").read_text()
+    assert (
+        "agent: rank 3:   File " in (clusterctl.folder / f"runs/{job_name}/attempt-1/node-1.log").read_text()
+    )
     assert processes_of(job_name) == []
     print(f"after {time.monotonic() - began:.1f} s")
 
@@ -615,15 +644,15 @@ def test_a_current_folder_that_has_been_removed_is_one_error(clusterctl):
     gone.mkdir()
     each = f"{sys.executable} -m cluster"
     script = f"cd {gone} && rmdir {gone} && {each} ps --all && {each} plan --command x.py; {each} launch --command x.py"
-    done = subprocess.run(["bash", "-c", script], env=clusterctl.env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", script], env=clusterctl.env, capture_output=True, text=True, check=False
+    )
     error = "error: the current folder has been removed\nhint: cd to a folder that exists\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "no jobs\n", 2 * error)
 
 
 #: Prints what the prologue has set, and what it must not.
-SEES = (
-    "import os\nprint('sees', *(os.environ.get(name) for name in ('LOADED', 'CHOICE', 'PET_NNODES', 'LOCAL_RANK')))\n"
-)
+SEES = "import os\nprint('sees', *(os.environ.get(name) for name in ('LOADED', 'CHOICE', 'PET_NNODES', 'LOCAL_RANK')))\n"
 MODULES = "module() { echo loading $2; false; export LOADED=$2; }\n"
 
 
@@ -650,7 +679,9 @@ def test_the_prologue_sets_the_programs_environment_but_not_the_launchers(cluste
         ("exit 0", "exit code 0: exit 0"),
     ],
 )
-def test_a_line_of_the_prologue_that_fails_is_found_before_the_start(clusterctl, launch, job_name, lines, said):
+def test_a_line_of_the_prologue_that_fails_is_found_before_the_start(
+    clusterctl, launch, job_name, lines, said
+):
     (clusterctl.folder / "sees.py").write_text(SEES)
     text = clusterctl.expect(2, *launch("sees.py", "--prologue", lines))
     assert re.search(said, text.replace("\n", " ")), text
@@ -661,4 +692,6 @@ def test_a_line_of_the_prologue_that_fails_on_the_node_ends_the_job(clusterctl, 
     (clusterctl.folder / "sees.py").write_text(SEES)
     once = clusterctl.folder / "once"  # the preflight check makes it
     text = clusterctl.expect(1, *launch("sees.py", "--prologue", f"mkdir {once}"))
-    assert f"the prologue failed with exit code 1: mkdir {once}: mkdir: cannot create" in " ".join(text.split()), text
+    assert f"the prologue failed with exit code 1: mkdir {once}: mkdir: cannot create" in " ".join(
+        text.split()
+    ), text

@@ -35,7 +35,9 @@ def server(tmp_path_factory, worker):
     """One server for the cases that change only the client's configuration."""
     server = Sshd(tmp_path_factory.mktemp("login") / "sshd", addresses(worker, 3))
     other = make_key(server.folder / "other", "-t", "ecdsa")
-    server.serve("AcceptEnv CASE_* LANG", f"TrustedUserCAKeys {server.folder / 'user.pub'}", f"HostKey {other}")
+    server.serve(
+        "AcceptEnv CASE_* LANG", f"TrustedUserCAKeys {server.folder / 'user.pub'}", f"HostKey {other}"
+    )
     yield server
     server.stop()
 
@@ -44,8 +46,10 @@ class Client:
     """An ssh_config and a known_hosts file for a server."""
 
     def __init__(self, server, folder):
-        self.server, self.folder = server, folder
-        self.config, self.known_hosts = folder / "config", folder / "known_hosts"
+        self.server = server
+        self.folder = folder
+        self.config = folder / "config"
+        self.known_hosts = folder / "known_hosts"
         self.known_hosts.write_text(self.known())
         self.values = {
             "address": server.addresses[0],
@@ -74,7 +78,10 @@ class Client:
             "IdentitiesOnly": "yes",
             "UserKnownHostsFile": "{known}",
         }
-        chosen = [*lines, *(f"{keyword} {value}" for keyword, value in usual.items() if keyword not in without)]
+        chosen = [
+            *lines,
+            *(f"{keyword} {value}" for keyword, value in usual.items() if keyword not in without),
+        ]
         self.config.write_text("".join(f"{line.format_map(self.values)}\n" for line in ["Host *", *chosen]))
 
     @property
@@ -88,7 +95,9 @@ class Client:
     def ssh(self, *words, options=()):
         """Run the plain ssh program, as a user does."""
         argv = ["ssh", "-F", self.config, "-o", "BatchMode=yes", *options, "h0", *words]
-        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=20)
+        return subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=20
+        )
 
     def logins(self):
         return (self.server.folder / "log").read_text().count("Accepted publickey")
@@ -167,19 +176,45 @@ def way(request):
 #: Settings with which fabric logs in, because it follows them, or because they do not matter.
 WITH_FABRIC = {
     "locale": ["SendEnv LANG LC_*", "AddKeysToAgent yes", "HashKnownHosts yes", "UpdateHostKeys yes"],
-    "terminal": ["StdinNull yes", "RequestTTY force", "EscapeChar none", "LogLevel DEBUG3", "VisualHostKey yes"],
-    "traffic": ["Compression yes", "RekeyLimit 1M 1h", "IPQoS throughput", "TCPKeepAlive no", "ConnectTimeout 60"],
+    "terminal": [
+        "StdinNull yes",
+        "RequestTTY force",
+        "EscapeChar none",
+        "LogLevel DEBUG3",
+        "VisualHostKey yes",
+    ],
+    "traffic": [
+        "Compression yes",
+        "RekeyLimit 1M 1h",
+        "IPQoS throughput",
+        "TCPKeepAlive no",
+        "ConnectTimeout 60",
+    ],
     "prompts": ["PasswordAuthentication no", "KbdInteractiveAuthentication no", "NumberOfPasswordPrompts 1"],
-    "methods": ["PreferredAuthentications publickey", "GSSAPIAuthentication yes", "GSSAPIDelegateCredentials yes"],
+    "methods": [
+        "PreferredAuthentications publickey",
+        "GSSAPIAuthentication yes",
+        "GSSAPIDelegateCredentials yes",
+    ],
     "ciphers": ["Ciphers aes256-ctr", "MACs hmac-sha2-512", "KexAlgorithms ecdh-sha2-nistp384"],
     "keys": ["HostKeyAlgorithms ssh-ed25519", "PubkeyAcceptedAlgorithms ssh-ed25519", "RequiredRSASize 2048"],
-    "forwardings": ["ForwardAgent {folder}/none", "ForwardX11 yes", "RemoteForward 0 localhost:1", "GatewayPorts yes"],
+    "forwardings": [
+        "ForwardAgent {folder}/none",
+        "ForwardX11 yes",
+        "RemoteForward 0 localhost:1",
+        "GatewayPorts yes",
+    ],
     "trust": [
         "StrictHostKeyChecking accept-new",
         "NoHostAuthenticationForLocalhost yes",
         "CASignatureAlgorithms ssh-rsa",
     ],
-    "evaluated": ["IgnoreUnknown Tag*", "Tagged x", "PermitLocalCommand yes", "LocalCommand echo connected to %h"],
+    "evaluated": [
+        "IgnoreUnknown Tag*",
+        "Tagged x",
+        "PermitLocalCommand yes",
+        "LocalCommand echo connected to %h",
+    ],
 }
 
 
@@ -274,7 +309,9 @@ ChannelTimeout ObscureKeystrokeTiming RefuseConnection Tag VersionAddendum WarnW
 
 def test_the_agent_of_the_configuration_is_asked(client):
     with agent(client.folder, client.server.folder / "user") as socket:
-        client.configure(f"IdentityAgent {socket}", "IdentityFile none", without=("IdentityFile", "IdentitiesOnly"))
+        client.configure(
+            f"IdentityAgent {socket}", "IdentityFile none", without=("IdentityFile", "IdentitiesOnly")
+        )
         client.reaches("IdentityAgent")
 
 
@@ -318,10 +355,13 @@ def test_names_of_key_files_are_expanded(client, name, monkeypatch):
 
 
 def test_a_certificate_logs_in(client):
-    key, authority = make_key(client.folder / "mine"), client.server.folder / "user"
+    key = make_key(client.folder / "mine")
+    authority = client.server.folder / "user"
     subprocess.run(["ssh-keygen", "-q", "-s", authority, "-I", "me", "-n", USER, f"{key}.pub"], check=True)
     (client.folder / "mine-cert.pub").rename(client.folder / "elsewhere.pub")
-    client.configure(f"IdentityFile {key}", "CertificateFile {folder}/elsewhere.pub", without=("IdentityFile",))
+    client.configure(
+        f"IdentityFile {key}", "CertificateFile {folder}/elsewhere.pub", without=("IdentityFile",)
+    )
     client.reaches("CertificateFile")
 
 
@@ -330,7 +370,8 @@ def test_a_certificate_logs_in(client):
 
 def test_host_keys_are_looked_up_as_ssh_does(client):
     """Every known_hosts file has the key in another way; fabric can compare it."""
-    address, port = client.values["address"], client.values["port"]
+    address = client.values["address"]
+    port = client.values["port"]
     hashed = client.folder / "hashed"
     hashed.write_text(client.known())
     subprocess.run(["ssh-keygen", "-q", "-H", "-f", hashed], capture_output=True, check=True)
@@ -343,7 +384,8 @@ def test_host_keys_are_looked_up_as_ssh_does(client):
         "hashed": hashed.read_text(),
         "two keys": client.known(key="user") + client.known(),
         "damaged": f"[{address}]:{port} ssh-ed25519 AAAA\n[{address}]:{port}\n" + client.known(),
-        "certificate authority of others": client.known("*.example.com", "user", "@cert-authority ") + client.known(),
+        "certificate authority of others": client.known("*.example.com", "user", "@cert-authority ")
+        + client.known(),
         "revoked for others": client.known("*.example.com", "host", "@revoked ") + client.known(),
     }
     for name, text in known.items():
@@ -382,8 +424,11 @@ def test_a_key_is_known_by_a_command(client):
 
 
 def test_a_certificate_authority_vouches_for_the_host(sshd, tmp_path):
-    host, authority = sshd.folder / "host.pub", make_key(tmp_path / "ca")
-    subprocess.run(["ssh-keygen", "-q", "-s", authority, "-I", "h", "-h", "-n", sshd.addresses[0], host], check=True)
+    host = sshd.folder / "host.pub"
+    authority = make_key(tmp_path / "ca")
+    subprocess.run(
+        ["ssh-keygen", "-q", "-s", authority, "-I", "h", "-h", "-n", sshd.addresses[0], host], check=True
+    )
     sshd.serve(f"HostCertificate {sshd.folder}/host-cert.pub")
     client = Client(sshd, tmp_path)
     public = " ".join((tmp_path / "ca.pub").read_text().split()[:2])
@@ -392,7 +437,9 @@ def test_a_certificate_authority_vouches_for_the_host(sshd, tmp_path):
     close_all()
     # not the authority of this host
     client.known_hosts.write_text(f"@cert-authority *.example.com {public}\n")
-    assert f"its host key ssh-ed25519 {fingerprint(sshd)} is in no known_hosts file" in client.refused().message
+    assert (
+        f"its host key ssh-ed25519 {fingerprint(sshd)} is in no known_hosts file" in client.refused().message
+    )
 
 
 def fingerprint(server, key="host"):
@@ -434,7 +481,9 @@ def test_an_unknown_host_key_is_refused_whatever_the_configuration_says(client, 
 
 def follow(hint):
     """Type the command of a hint, and answer `yes` to the question."""
-    command = hint.rpartition("then: ")[2].replace("StrictHostKeyChecking=ask", "StrictHostKeyChecking=accept-new")
+    command = hint.rpartition("then: ")[2].replace(
+        "StrictHostKeyChecking=ask", "StrictHostKeyChecking=accept-new"
+    )
     subprocess.run(f"{command} true", shell=True, check=True, capture_output=True)
 
 
@@ -539,7 +588,9 @@ def test_a_jump_host_must_have_a_known_key_too(client, way, known):
     text = client.known_hosts.read_text()
     assert client.ssh("true").returncode == 0
     client.known_hosts.write_text(text)
-    assert re.search(r"gpu-a .*: cannot be reached: ProxyJump: No .* host key is known for", client.refused().message)
+    assert re.search(
+        r"gpu-a .*: cannot be reached: ProxyJump: No .* host key is known for", client.refused().message
+    )
     with pytest.raises(UnreachableError, match="the connection failed"):
         piped(client.node, ["true"]).__enter__()
     assert client.known_hosts.read_text() == text
@@ -603,7 +654,9 @@ def through_ssh(client):
 
 def processes(client, words=""):
     """Return the number of ssh processes with this client's configuration, and with these words."""
-    done = subprocess.run(["pgrep", "-fc", "--", f"^ssh .*{words}.*{client.config} "], capture_output=True, text=True)
+    done = subprocess.run(
+        ["pgrep", "-fc", "--", f"^ssh .*{words}.*{client.config} "], capture_output=True, text=True
+    )
     return int(done.stdout)
 
 
@@ -629,7 +682,9 @@ def test_255_of_a_command_is_no_failure_of_ssh(through_ssh):
     assert through_ssh.shell.run(["bash", "-c", "echo out; echo err >&2; exit 255"]).code == 255
     started = through_ssh.folder / "started"
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(through_ssh.shell.run, ["bash", "-c", 'touch "$1"; sleep 60', "sleep", str(started)])
+        done = pool.submit(
+            through_ssh.shell.run, ["bash", "-c", 'touch "$1"; sleep 60', "sleep", str(started)]
+        )
         assert wait_until(started.exists)
         through_ssh.server.drop_sessions()
         with pytest.raises(UnreachableError, match="gpu-a: the connection broke"):
@@ -640,7 +695,9 @@ def test_255_of_a_command_is_no_failure_of_ssh(through_ssh):
 def test_closing_ends_running_commands(through_ssh):
     started = through_ssh.folder / "started"
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(through_ssh.shell.run, ["bash", "-c", 'touch "$1"; exec sleep 60', "sleep", str(started)])
+        done = pool.submit(
+            through_ssh.shell.run, ["bash", "-c", 'touch "$1"; exec sleep 60', "sleep", str(started)]
+        )
         assert wait_until(started.exists)
         close_all()
         with pytest.raises(UnreachableError, match="gpu-a: the connection broke"):
@@ -728,7 +785,9 @@ def test_a_host_that_does_not_answer_is_an_error_in_time(client):
         client.values["port"] = silent.getsockname()[1]
         client.known_hosts.write_text(client.known(f"[{client.values['address']}]:{client.values['port']}"))
         client.configure(THROUGH_SSH)
-        with pytest.raises(UnreachableError, match=r"gpu-a .*: cannot be reached: the login takes longer than 1 s"):
+        with pytest.raises(
+            UnreachableError, match=r"gpu-a .*: cannot be reached: the login takes longer than 1 s"
+        ):
             client.shell.run(["true"], timeout_s=1)
     client.configure(THROUGH_SSH)
     with pytest.raises(UnreachableError, match=r"gpu-a .*: cannot be reached: Connection refused"):
@@ -737,18 +796,25 @@ def test_a_host_that_does_not_answer_is_an_error_in_time(client):
 
 
 def test_errors_are_those_of_ssh_and_not_the_banner(sshd, tmp_path, way):
-    (sshd.folder / "banner").write_text("Welcome!\nPermission denied to strangers\n\nLast line of the banner\n")
+    (sshd.folder / "banner").write_text(
+        "Welcome!\nPermission denied to strangers\n\nLast line of the banner\n"
+    )
     sshd.serve(f"Banner {sshd.folder / 'banner'}")
     client = Client(sshd, tmp_path)
     (sshd.folder / "authorized").write_text("")
     client.configure(*way)
-    assert "the login is refused (Permission denied (publickey,keyboard-interactive))" in client.refused().message
+    assert (
+        "the login is refused (Permission denied (publickey,keyboard-interactive))"
+        in client.refused().message
+    )
     with pytest.raises(UnreachableError, match=r"the connection failed: .*: Permission denied .publickey"):
         piped(client.node, ["true"]).__enter__()
     shutil.copy(sshd.folder / "user.pub", sshd.folder / "authorized")
     done = client.shell.run(["bash", "-c", "echo mine >&2"])
     assert (done.out, done.err) == ("", "mine\n")
-    session = subprocess.run(ssh_to(client.node).command(["echo", "hi"]), capture_output=True, text=True, check=True)
+    session = subprocess.run(
+        ssh_to(client.node).command(["echo", "hi"]), capture_output=True, text=True, check=True
+    )
     assert (session.stdout, session.stderr) == ("hi\n", "")
 
 
@@ -780,7 +846,10 @@ def test_a_second_factor_is_named_and_not_asked_for(sshd, tmp_path, monkeypatch,
 def master(client):
     """Open a ControlMaster as a user does after a one-time password: no other login is possible then."""
     authorized = client.server.folder / "authorized"
-    assert client.ssh("true", options=["-o", "ControlPersist=yes", "-o", "ControlMaster=yes", "-fN"]).returncode == 0
+    assert (
+        client.ssh("true", options=["-o", "ControlPersist=yes", "-o", "ControlMaster=yes", "-fN"]).returncode
+        == 0
+    )
     saved = authorized.read_text()
     authorized.write_text("")
     try:
@@ -841,7 +910,17 @@ def test_a_job_starts_is_followed_and_stops(clusterctl, sshd, job_name):
     sshd.prefer(THROUGH_SSH, "RemoteCommand tmux", "RequestTTY force")
     shutil.copy(TICKS, clusterctl.folder)
     inventory(clusterctl.folder, sshd, clusterctl.folder / "remote")
-    words = ["launch", "--name", job_name, "--nodes", "2", "--python", sys.executable, "--command", "ticks.py"]
+    words = [
+        "launch",
+        "--name",
+        job_name,
+        "--nodes",
+        "2",
+        "--python",
+        sys.executable,
+        "--command",
+        "ticks.py",
+    ]
     process = clusterctl.start(*words)
     clusterctl.wait_for(job_name, "tick 1", node="node-1")
     assert clusterctl.run("exec", job_name, "--node", "1", "--", "sh", "-c", "exit 255")[0] == 255
@@ -862,14 +941,20 @@ def test_init_and_doctor_say_which_machine_is_reached_through_ssh_and_why(cluste
     _, text = clusterctl.run("doctor", *skipped)
     assert re.search(r"ok +login +h0 +reachable, host key known, through ssh \(IdentityAgent\)\n", text)
     client.configure()
-    assert "through ssh" not in clusterctl.expect(0, "init", "h0", "--ssh-config", str(client.config), "--force")
+    assert "through ssh" not in clusterctl.expect(
+        0, "init", "h0", "--ssh-config", str(client.config), "--force"
+    )
 
 
 def test_rsync_says_what_disturbs_it(client):
-    (client.server.bin() / "rsync").write_text("#!/bin/sh\necho 'Loading module rsync'\nexec /usr/bin/rsync \"$@\"\n")
+    (client.server.bin() / "rsync").write_text(
+        "#!/bin/sh\necho 'Loading module rsync'\nexec /usr/bin/rsync \"$@\"\n"
+    )
     (client.server.bin() / "rsync").chmod(0o755)
     try:
-        with pytest.raises(ClusterError, match=r"protocol version mismatch -- is your shell clean\?$") as failed:
+        with pytest.raises(
+            ClusterError, match=r"protocol version mismatch -- is your shell clean\?$"
+        ) as failed:
             client.commands_and_files_arrive("")
     finally:
         (client.server.bin() / "rsync").unlink()

@@ -26,7 +26,9 @@ def many(tmp_path, worker):
     server.stop()
 
 
-def test_64_hosts_start_over_two_connections_each_although_sshd_drops_some(clusterctl, many, tmp_path, job_name):
+def test_64_hosts_start_over_two_connections_each_although_sshd_drops_some(
+    clusterctl, many, tmp_path, job_name
+):
     remote = tmp_path / "remote"
     # All machines share one copy of the program's folder.
     clusterctl.folder = tmp_path / "work"
@@ -39,7 +41,17 @@ def test_64_hosts_start_over_two_connections_each_although_sshd_drops_some(clust
     program.write_text(PROGRAM)
     program.chmod(0o755)
     (clusterctl.folder / "it.py").touch()
-    arguments = ["--nodes", str(HOSTS), "--python", str(program), "--command", "it.py", "--name", job_name, "--detach"]
+    arguments = [
+        "--nodes",
+        str(HOSTS),
+        "--python",
+        str(program),
+        "--command",
+        "it.py",
+        "--name",
+        job_name,
+        "--detach",
+    ]
     try:
         clusterctl.expect(0, "launch", *arguments)
         log = (many.folder / "log").read_text()

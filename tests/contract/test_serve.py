@@ -55,7 +55,9 @@ def fetch(url, *, has_token=True, **headers):
         headers["Authorization"] = f"Bearer {TOKEN}"
     parts = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
-    connection.putrequest("GET", url.removeprefix(f"http://{parts.netloc}") or "/", skip_host="Host" in headers)
+    connection.putrequest(
+        "GET", url.removeprefix(f"http://{parts.netloc}") or "/", skip_host="Host" in headers
+    )
     for name, value in headers.items():
         connection.putheader(name, value)
     connection.endheaders()
@@ -70,7 +72,18 @@ def fetch(url, *, has_token=True, **headers):
 def job(clusterctl, job_name):
     """A job of two ranks that restarts once."""
     shutil.copy(TICKS, clusterctl.folder)
-    command = ["launch", "--backend", "local", "--name", job_name, "--nodes", "2", "--max-restarts", "1", "--detach"]
+    command = [
+        "launch",
+        "--backend",
+        "local",
+        "--name",
+        job_name,
+        "--nodes",
+        "2",
+        "--max-restarts",
+        "1",
+        "--detach",
+    ]
     code, text = clusterctl.run(*command, "--command", "ticks.py --ticks-later 15")
     assert code == 0, text
     for node in ("node-0", "node-1"):
@@ -83,7 +96,8 @@ def test_pages_follow_a_job_through_a_restart_to_its_end(clusterctl, job):
     supervisor = clusterctl.start("wait", job)
     with serving(clusterctl) as url:
         assert fetch(url)[0] == 200
-        listed, page = Events(f"{url}events"), Events(f"{url}jobs/{job}/events")
+        listed = Events(f"{url}events")
+        page = Events(f"{url}jobs/{job}/events")
         log = Events(f"{url}jobs/{job}/logs/node-1/events?q=RANK%201")
         listed.wait_for(lambda body: f'href="jobs/{job}/"' in body and ">running<" in body)
         page.wait_for(lambda body: ">ready<" in body and "Attempts" not in body)
@@ -116,7 +130,18 @@ def test_the_use_memory_and_temperature_of_a_gpu_are_lines_over_time(clusterctl,
     clusterctl.env |= {"PATH": f"{smi.parent}:{clusterctl.env['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
     clusterctl.env["CLUSTERCTL_LOCKS"] = str(clusterctl.folder / "locks")
     (clusterctl.folder / "sleep.py").write_text("import time\ntime.sleep(600)\n")
-    command = ["launch", "--backend", "local", "--name", job_name, "--gpus", "1", "--detach", "--command", "sleep.py"]
+    command = [
+        "launch",
+        "--backend",
+        "local",
+        "--name",
+        job_name,
+        "--gpus",
+        "1",
+        "--detach",
+        "--command",
+        "sleep.py",
+    ]
     code, text = clusterctl.run(*command)
     assert code == 0, text
     request.addfinalizer(lambda: clusterctl.run("stop", job_name))
@@ -124,10 +149,15 @@ def test_the_use_memory_and_temperature_of_a_gpu_are_lines_over_time(clusterctl,
         page.goto(f"{url}jobs/{job_name}/")
         for key, least in (("use", 5), ("memory", 1 << 30), ("temperature", 41)):
             line = page.get_by_label(re.compile(f"^{key}: "))
-            expect(line.locator("polyline")).to_have_attribute("points", re.compile(r"0,\S+ 1,\S+ 2,"), timeout=20_000)
+            expect(line.locator("polyline")).to_have_attribute(
+                "points", re.compile(r"0,\S+ 1,\S+ 2,"), timeout=20_000
+            )
             low, high = map(int, re.findall(r"\d+", line.get_attribute("aria-label")))
             assert least <= low < high
-            heights = [float(point.split(",")[1]) for point in line.locator("polyline").get_attribute("points").split()]
+            heights = [
+                float(point.split(",")[1])
+                for point in line.locator("polyline").get_attribute("points").split()
+            ]
             assert heights == sorted(heights, reverse=True)  # the values rise
             assert line.bounding_box()["width"] > 30
         # An update keeps the focus of the keyboard, the scroll position and what the user has closed.
@@ -136,7 +166,11 @@ def test_the_use_memory_and_temperature_of_a_gpu_are_lines_over_time(clusterctl,
         page.evaluate("table = document.activeElement; table.scrollLeft = 20; ranks.open = false")
         old = line.get_attribute("aria-label")
         expect(line).not_to_have_attribute("aria-label", old)
-        assert page.evaluate("[document.activeElement === table, table.className, ranks.open]") == [True, "wide", False]
+        assert page.evaluate("[document.activeElement === table, table.className, ranks.open]") == [
+            True,
+            "wide",
+            False,
+        ]
         assert page.evaluate("table.scrollLeft") == 20
 
 
@@ -156,7 +190,15 @@ def test_files_of_the_run_directory_and_no_others(clusterctl, job):
         status, headers, _ = fetch(f"{base}page.html")
         assert (status, headers["Content-Type"]) == (200, "application/octet-stream")
         assert "sandbox" in headers["Content-Security-Policy"]
-        for path in ("../../secret", "%2e%2e/%2e%2e/secret", "link.csv", "%00", "attempt-1", "/etc/passwd", "none.png"):
+        for path in (
+            "../../secret",
+            "%2e%2e/%2e%2e/secret",
+            "link.csv",
+            "%00",
+            "attempt-1",
+            "/etc/passwd",
+            "none.png",
+        ):
             assert fetch(base + path)[0] == 404, path
         for path in ("jobs/none/", "jobs/none/events", "jobs/..%2fx/", f"jobs/{job}/logs/node-9", "none"):
             assert fetch(url + path)[0] == 404, path
@@ -164,8 +206,19 @@ def test_files_of_the_run_directory_and_no_others(clusterctl, job):
 
 def test_no_text_of_a_job_becomes_a_tag_and_no_script_without_the_nonce_runs(clusterctl, job_name, request):
     hostile = "<script>alert(1)</script>"
-    (clusterctl.folder / "hostile.py").write_text("import sys, time\nprint(sys.argv[1], flush=True)\ntime.sleep(60)\n")
-    command = ["launch", "--backend", "local", "--name", job_name, "--detach", "--command", f"hostile.py '{hostile}'"]
+    (clusterctl.folder / "hostile.py").write_text(
+        "import sys, time\nprint(sys.argv[1], flush=True)\ntime.sleep(60)\n"
+    )
+    command = [
+        "launch",
+        "--backend",
+        "local",
+        "--name",
+        job_name,
+        "--detach",
+        "--command",
+        f"hostile.py '{hostile}'",
+    ]
     code, text = clusterctl.run(*command)
     assert code == 0, text
     request.addfinalizer(lambda: clusterctl.run("stop", job_name))
@@ -183,14 +236,27 @@ def test_no_text_of_a_job_becomes_a_tag_and_no_script_without_the_nonce_runs(clu
 def test_a_browser_shows_hostile_text_and_finds_lines_of_the_log(clusterctl, job_name, page, request):
     hostile = "<script>alert(1)</script><img src=x onerror=alert(2)>"
     lines = f"import sys, time\nfor n in range(5000): print('line', n)\nprint({hostile!r}, flush=True)\n"
-    (clusterctl.folder / "hostile.py").write_text(lines + "while True: time.sleep(1); print('later', flush=True)\n")
-    command = ["launch", "--backend", "local", "--name", job_name, "--detach", "--command", f"hostile.py '{hostile}'"]
+    (clusterctl.folder / "hostile.py").write_text(
+        lines + "while True: time.sleep(1); print('later', flush=True)\n"
+    )
+    command = [
+        "launch",
+        "--backend",
+        "local",
+        "--name",
+        job_name,
+        "--detach",
+        "--command",
+        f"hostile.py '{hostile}'",
+    ]
     assert clusterctl.run(*command)[0] == 0
     request.addfinalizer(lambda: clusterctl.run("stop", job_name))
     folder = clusterctl.folder / "runs" / job_name
     (folder / "results.csv").write_text(f"epoch,{hostile}_loss\n1,0.5\n2,0.25\n")
     (folder / "<img src=x onerror=alert(3)>.png").write_bytes(
-        bytes.fromhex("89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d49444154789c63")
+        bytes.fromhex(
+            "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d49444154789c63"
+        )
         + bytes.fromhex("6460f85f0f0002870180eb47ba920000000049454e44ae426082")
     )
     with serving(clusterctl, page=page) as url:
@@ -203,7 +269,9 @@ def test_a_browser_shows_hostile_text_and_finds_lines_of_the_log(clusterctl, job
         expect(log).to_contain_text(hostile)
         expect(log).to_contain_text("later")
         page.get_by_role("searchbox").fill("LINE 42")
-        expect(log).to_have_text("\n".join(f"line {n}" for n in [42, *range(420, 430), *range(4200, 4300)]) + "\n")
+        expect(log).to_have_text(
+            "\n".join(f"line {n}" for n in [42, *range(420, 430), *range(4200, 4300)]) + "\n"
+        )
 
 
 def test_another_site_cannot_read_the_pages_through_its_own_name(clusterctl):
@@ -216,10 +284,25 @@ def test_another_site_cannot_read_the_pages_through_its_own_name(clusterctl):
 def test_every_address_needs_the_token(clusterctl, host):
     (clusterctl.folder / "records").mkdir()
     with serving(clusterctl, "--metrics", "--host", host) as url:
-        for path in ("", "events", "metrics", "jobs/none/", "?token=", "?token=wrong", f"?token={TOKEN[:-1]}"):
+        for path in (
+            "",
+            "events",
+            "metrics",
+            "jobs/none/",
+            "?token=",
+            "?token=wrong",
+            f"?token={TOKEN[:-1]}",
+        ):
             status, _, text = fetch(url + path, has_token=False)
-            assert (status, text) == (403, "open the URL with the token that clusterctl serve has printed\n"), path
-        for header in ({"Authorization": "Bearer "}, {"Authorization": "Bearer wrong"}, {"Cookie": "clusterctl="}):
+            assert (status, text) == (
+                403,
+                "open the URL with the token that clusterctl serve has printed\n",
+            ), path
+        for header in (
+            {"Authorization": "Bearer "},
+            {"Authorization": "Bearer wrong"},
+            {"Cookie": "clusterctl="},
+        ):
             assert fetch(url, has_token=False, **header)[0] == 403, header
         status, headers, _ = fetch(f"{url}metrics?token={TOKEN}", has_token=False)
         assert (status, headers["Location"]) == (303, "/metrics")
@@ -275,7 +358,11 @@ def test_prometheus_scrapes_a_running_job_with_the_token(clusterctl, job, tmp_pa
     with serving(clusterctl, "--metrics", "--host", "127.0.0.2") as url:
         base = url.rstrip("/")
         assert fetch(f"{base}/metrics", has_token=False)[0] == 403
-        config = {"job_name": "clusterctl", "scrape_interval": "1s", "static_configs": [{"targets": [base[7:]]}]}
+        config = {
+            "job_name": "clusterctl",
+            "scrape_interval": "1s",
+            "static_configs": [{"targets": [base[7:]]}],
+        }
         config["authorization"] = {"credentials": TOKEN}
         (tmp_path / "prometheus.yml").write_text(json.dumps({"scrape_configs": [config]}))
         with socket.socket() as probe:
@@ -283,7 +370,9 @@ def test_prometheus_scrapes_a_running_job_with_the_token(clusterctl, job, tmp_pa
             listen = f"127.0.0.1:{probe.getsockname()[1]}"
         words = [prometheus, f"--config.file={tmp_path}/prometheus.yml", f"--web.listen-address={listen}"]
         process = subprocess.Popen(
-            [*words, f"--storage.tsdb.path={tmp_path}/data"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [*words, f"--storage.tsdb.path={tmp_path}/data"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
 
@@ -292,7 +381,8 @@ def test_prometheus_scrapes_a_running_job_with_the_token(clusterctl, job, tmp_pa
                     answer = fetch(f"http://{listen}/api/v1/query?query={urllib.parse.quote(query)}")[2]
                     return {
                         tuple(
-                            row["metric"].get(name) for name in ("job", "exported_job", "node", "rank", "state")
+                            row["metric"].get(name)
+                            for name in ("job", "exported_job", "node", "rank", "state")
                         ): row["value"][1]
                         for row in json.loads(answer)["data"]["result"]
                     }
@@ -333,7 +423,9 @@ def test_the_webhook_receives_the_restart_and_the_end(clusterctl, job_name):
         server.shutdown()
     assert code == 1, text
     assert [(each["event"], each["attempt"]) for each in received] == [("restarted", 2), ("failed", 2)]
-    assert received[1]["text"] == f"{job_name}: failed: node-1: rank 1: ValueError: this rank fails on purpose"
+    assert (
+        received[1]["text"] == f"{job_name}: failed: node-1: rank 1: ValueError: this rank fails on purpose"
+    )
     code, text = clusterctl.run("launch", "--backend", "local", "--command", "ticks.py --ticks 1")
     assert code == 0, text
     assert "CLUSTERCTL_WEBHOOK: not sent: done: [Errno 111] Connection refused" in text
@@ -364,4 +456,7 @@ def test_a_port_in_use_is_one_error(clusterctl):
     with serving(clusterctl) as url:
         port = url.rstrip("/").rpartition(":")[2]
         code, text = clusterctl.run("serve", "--port", port)
-    assert (code, text.splitlines()[0]) == (2, f"error: cannot listen on localhost:{port}: Address already in use")
+    assert (code, text.splitlines()[0]) == (
+        2,
+        f"error: cannot listen on localhost:{port}: Address already in use",
+    )

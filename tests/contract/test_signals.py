@@ -11,7 +11,9 @@ import pytest
 from tests.conftest import ended, processes_of, wait_until
 from tests.contract.sshd import TICKS, inventory
 
-SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda each: each.name)
+SIGNALS = pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda each: each.name
+)
 
 #: A program that does not end by itself. $FOREVER is the name of its process, and of those that must not remain.
 FOREVER = "#!/bin/sh\ntouch {begun}\nexec sleep {seconds}\n"
@@ -37,8 +39,10 @@ class Machine:
     """This machine with programs of the test, in front of nodes behind a real sshd."""
 
     def __init__(self, clusterctl, sshd):
-        self.clusterctl, self.sshd = clusterctl, sshd
-        self.begun, self.block = clusterctl.folder / "begun", clusterctl.folder / "block"
+        self.clusterctl = clusterctl
+        self.sshd = sshd
+        self.begun = clusterctl.folder / "begun"
+        self.block = clusterctl.folder / "block"
         #: The argument of `sleep`: no other process of this machine has it.
         self.seconds = f"{100000 + os.getpid()}"
         (clusterctl.folder / "bin").mkdir()
@@ -93,7 +97,8 @@ def _which(name):
 
 @SIGNALS
 @pytest.mark.parametrize(
-    "words", [["sync", "set", "--copy"], ["image", "push"], ["launch", "--push"], ["launch", "--build", "set"]]
+    "words",
+    [["sync", "set", "--copy"], ["image", "push"], ["launch", "--push"], ["launch", "--build", "set"]],
 )
 def test_nothing_of_a_command_remains(machine, words, number):
     (machine.clusterctl.folder / "set").mkdir()
@@ -128,7 +133,9 @@ def test_nothing_of_an_exec_remains(machine, job_name, more, number):
 
 
 def test_a_closed_terminal_leaves_the_job_running(machine, job_name):
-    process = machine.clusterctl.start("launch", "--backend", "local", "--name", job_name, "--command", str(TICKS))
+    process = machine.clusterctl.start(
+        "launch", "--backend", "local", "--name", job_name, "--command", str(TICKS)
+    )
     machine.clusterctl.wait_for(job_name, "tick 1")
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=60)
@@ -158,8 +165,13 @@ def test_a_job_that_is_done_stays_done_if_the_copy_of_its_results_is_interrupted
     text, _ = process.communicate(timeout=60)
     assert process.returncode == (129 if number == signal.SIGHUP else 130), text
     if number != signal.SIGHUP:
-        assert f"interrupted; {job_name}: done. To copy the rest of its results: clusterctl stop {job_name}\n" in text
-    assert [row["state"] for row in json.loads(machine.clusterctl.run("ps", "--all", "--json")[1])] == ["done"]
+        assert (
+            f"interrupted; {job_name}: done. To copy the rest of its results: clusterctl stop {job_name}\n"
+            in text
+        )
+    assert [row["state"] for row in json.loads(machine.clusterctl.run("ps", "--all", "--json")[1])] == [
+        "done"
+    ]
     assert wait_until(lambda: not machine.remains()), machine.remains()
     assert not (folder / "runs" / job_name / "result").exists()
     machine.block.unlink()

@@ -165,8 +165,17 @@ def test_a_name_that_another_launching_machine_has_used_is_refused(machines, run
 def test_more_gpus_than_a_node_has_is_an_error_with_its_name(machines, sshd, run):
     inventory(machines.folder, sshd, machines.folder / "remote", gpus=1)
     any_device = ["--device", "any"]
-    run("ticks.py", "--gpus", "2", *any_device, code=2, has="node-0: --gpus 2 asks for more than its GPUs (1)")
-    run("ticks.py", "--gpus", "1,1,1", *any_device, code=2, has="--gpus 1,1,1: 3 numbers, and the job has 2 nodes")
+    run(
+        "ticks.py", "--gpus", "2", *any_device, code=2, has="node-0: --gpus 2 asks for more than its GPUs (1)"
+    )
+    run(
+        "ticks.py",
+        "--gpus",
+        "1,1,1",
+        *any_device,
+        code=2,
+        has="--gpus 1,1,1: 3 numbers, and the job has 2 nodes",
+    )
     run("ticks.py", nodes=4, code=2, has="has only node-0, node-1, node-2")
 
 
@@ -236,9 +245,12 @@ def test_another_process_remembers_the_error_of_the_attempt_before(machines, lau
 def test_a_node_is_stopped_by_its_attempt(machines, run, job_name):
     """The clean-up of a silent machine may reach it after the next attempt has started there."""
     run("ticks.py", "--detach", nodes=1)
-    assert wait_until(lambda: any(b"LOCAL_RANK=" in variables_of(pid) for pid in processes_of(job_name)), timeout_s=60)
+    assert wait_until(
+        lambda: any(b"LOCAL_RANK=" in variables_of(pid) for pid in processes_of(job_name)), timeout_s=60
+    )
     record = JobStore(Path(machines.env["CLUSTERCTL_STATE_DIR"])).load(job_name)
-    backend, running = BACKENDS[record.plan.backend], processes_of(job_name)
+    backend = BACKENDS[record.plan.backend]
+    running = processes_of(job_name)
     assert all(b"CLUSTER_ATTEMPT=1\0" in variables_of(pid) for pid in running if variables_of(pid))
     backend.cancel(replace(record.plan, attempt=2), grace_s=0.5, only_attempt=True)
     assert {*running} <= {*processes_of(job_name)}
@@ -272,7 +284,9 @@ def test_a_suspended_launcher_waits_for_its_network_and_keeps_the_job(machines, 
 
 @pytest.mark.parametrize(("nodes", "restarts"), [(1, 0), (1, 1), (2, 1)])
 def test_a_launcher_that_loses_its_network_keeps_the_job(machines, sshd, launch, job_name, nodes, restarts):
-    process = machines.start(*launch("ticks.py --ticks 20 --every 1", "--max-restarts", str(restarts), nodes=nodes))
+    process = machines.start(
+        *launch("ticks.py --ticks 20 --every 1", "--max-restarts", str(restarts), nodes=nodes)
+    )
     machines.wait_for(job_name, "tick 1", node=f"node-{nodes - 1}")
     sshd.stop()
     time.sleep(LOST_AFTER_S + 5)
@@ -304,7 +318,9 @@ def test_a_machine_behind_a_dead_link_keeps_its_ranks(machines, silent, launch, 
     assert processes_of(job_name) == []
 
 
-def test_a_spare_does_not_replace_a_machine_with_which_the_job_makes_steps(machines, silent, launch, job_name):
+def test_a_spare_does_not_replace_a_machine_with_which_the_job_makes_steps(
+    machines, silent, launch, job_name
+):
     (machines.folder / "steps.py").write_text(
         "import json, os, time\n"
         "rank = int(os.environ['RANK'])\n"
@@ -365,7 +381,9 @@ def test_an_attempt_that_does_not_start_counts_as_a_restart(machines, sshd, run,
 @pytest.fixture
 def keeping(machines, sshd):
     """Return machines with separate disks and a program that writes checkpoints, and a file that cuts off node-0."""
-    describe(machines, {f"node-{rank}": {"run_dir": f"{machines.folder}/disks/node-{rank}"} for rank in range(3)})
+    describe(
+        machines, {f"node-{rank}": {"run_dir": f"{machines.folder}/disks/node-{rank}"} for rank in range(3)}
+    )
     (machines.folder / "keep.py").write_text(
         "import json, os, pathlib, sys, time\n"
         "last = pathlib.Path(os.environ['CLUSTER_RUN_DIR'], 'last.pt')\n"
@@ -458,7 +476,8 @@ def test_a_spare_held_by_another_job_is_not_used(machines, run, launch, job_name
 
 
 @pytest.mark.parametrize(
-    ("gpus", "ids"), [("2,1", {"node-2": [43, 44], "node-0": [41]}), ("all", {"node-1": [42], "node-2": [43, 44]})]
+    ("gpus", "ids"),
+    [("2,1", {"node-2": [43, 44], "node-0": [41]}), ("all", {"node-1": [42], "node-2": [43, 44]})],
 )
 def test_a_waiting_job_gets_machines_for_its_unequal_nodes(machines, run, launch, job_name, gpus, ids):
     """One GPU of the first machine is in use."""
@@ -485,7 +504,9 @@ def test_a_waiting_job_gets_machines_for_its_unequal_nodes(machines, run, launch
     ],
     ids=["spare", "spare of its own size", "fewer"],
 )
-def test_unequal_nodes_restart_with_their_own_numbers(machines, launch, job_name, gpus, options, nodes, names, numbers):
+def test_unequal_nodes_restart_with_their_own_numbers(
+    machines, launch, job_name, gpus, options, nodes, names, numbers
+):
     """After the loss of the first node, which had two ranks."""
     disks = machines.folder / "disks"
     for name, ids in (("node-0", [20, 21]), ("node-1", [22]), ("node-2", [23, 24, 25])):
@@ -512,7 +533,9 @@ def test_unequal_nodes_restart_with_their_own_numbers(machines, launch, job_name
 
 
 @pytest.mark.parametrize(("there", "here"), [(0o077, 0o022), (0o002, 0o002), (0o002, 0o077)])
-def test_files_have_the_umask_of_the_login_there_and_of_the_launcher_here(machines, run, sshd, job_name, there, here):
+def test_files_have_the_umask_of_the_login_there_and_of_the_launcher_here(
+    machines, run, sshd, job_name, there, here
+):
     """A copy never has more permissions than the file on the node."""
     sshd.before_each_command(0, f"umask {there:o}")
     (machines.folder / "write.py").write_text(
@@ -525,7 +548,8 @@ def test_files_have_the_umask_of_the_login_there_and_of_the_launcher_here(machin
         run("write.py", "--env", "TOKEN", nodes=1)
     finally:
         os.umask(mask)
-    remote, local = machines.folder / "remote" / job_name, machines.folder / "runs" / job_name
+    remote = machines.folder / "remote" / job_name
+    local = machines.folder / "runs" / job_name
     for top, denied in ((remote, there), (local, there | here)):
         for name in ("out/file", "attempt-1/ranks/node-0/0.log"):
             assert (top / name).stat().st_mode & 0o777 == 0o666 & ~denied, (top, name)

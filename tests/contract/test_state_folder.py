@@ -13,7 +13,10 @@ from tests.contract.sshd import TICKS, inventory
 #: Commands that read the records of jobs.
 READERS = [
     *(["ps"], ["ps", "--all", "--json"], ["stop", "--all"]),
-    *([name, "absent"] for name in ("status", "logs", "stop", "top", "attach", "wait", "tensorboard", "shell")),
+    *(
+        [name, "absent"]
+        for name in ("status", "logs", "stop", "top", "attach", "wait", "tensorboard", "shell")
+    ),
     *(["exec", "absent", "--", "true"], ["cp", "absent:last.pt", "."], ["port-forward", "absent", "8888"]),
 ]
 LAUNCH = ["launch", "--backend", "local", "--nodes", "1", "--command", str(TICKS)]
@@ -31,7 +34,9 @@ def run(clusterctl):
         env = {**clusterctl.env, **more}
         env = {name: value for name, value in env.items() if value is not None}
         command = [*prefix, sys.executable, "-m", "cluster", *words]
-        done = subprocess.run(command, cwd=clusterctl.folder, env=env, capture_output=True, timeout=120, check=False)
+        done = subprocess.run(
+            command, cwd=clusterctl.folder, env=env, capture_output=True, timeout=120, check=False
+        )
         text = (done.stdout + done.stderr).decode(errors="replace")
         assert (done.returncode, "Traceback" in text) == (code, False), f"{words}: {text}"
         return text
@@ -109,12 +114,27 @@ def test_a_text_that_is_not_utf8_is_named(run, clusterctl):
             given = [*command, "--backend", "local", "--nodes", "1", "--command", str(TICKS), *words]
             text = run(2, *given)
             assert f"error: {name}: " in text, text
-            assert "a\\xffb is not UTF-8\nhint: rename that file or folder, or write the value in UTF-8\n" in text
+            assert (
+                "a\\xffb is not UTF-8\nhint: rename that file or folder, or write the value in UTF-8\n"
+                in text
+            )
     env = {"SECRET": os.fsdecode(NOT_UTF8)}
-    assert "error: --env SECRET: the value of SECRET is not UTF-8\n" in run(2, *LAUNCH, "--env", "SECRET", **env)
-    for words in (["--name", NOT_UTF8], ["--hosts", NOT_UTF8], ["--inventory", NOT_UTF8], ["--env-file", NOT_UTF8]):
+    assert "error: --env SECRET: the value of SECRET is not UTF-8\n" in run(
+        2, *LAUNCH, "--env", "SECRET", **env
+    )
+    for words in (
+        ["--name", NOT_UTF8],
+        ["--hosts", NOT_UTF8],
+        ["--inventory", NOT_UTF8],
+        ["--env-file", NOT_UTF8],
+    ):
         run(2, *LAUNCH, *words)
-    for words in (["status", NOT_UTF8], ["stop", NOT_UTF8], ["cp", NOT_UTF8 + b":x", "."], ["init", NOT_UTF8]):
+    for words in (
+        ["status", NOT_UTF8],
+        ["stop", NOT_UTF8],
+        ["cp", NOT_UTF8 + b":x", "."],
+        ["init", NOT_UTF8],
+    ):
         run(2, *words)
     assert "this is not a host name" in run(2, "serve", "--host", NOT_UTF8)
     assert not (clusterctl.folder / "runs").exists()
@@ -136,9 +156,13 @@ def test_a_full_disk_under_the_log_is_part_of_the_outcome(clusterctl, full, job_
     program.write_text("for number in range(200): print(number, 'x' * 1000, flush=True)\n")
     words = ["launch", "--backend", "local", "--nodes", "1", "--name", job_name, "--run-dir", str(full)]
     text = clusterctl.expect(0, *words, "--command", str(program))
-    found = re.search(r"^done, but the log of node-0 lost (\d+) lines: No space left on device$", text, re.MULTILINE)
+    found = re.search(
+        r"^done, but the log of node-0 lost (\d+) lines: No space left on device$", text, re.MULTILINE
+    )
     assert found, text
-    kept = re.findall(r"^\d+ x{1000}$", (full / job_name / "attempt-1" / "node-0.log").read_text(), re.MULTILINE)
+    kept = re.findall(
+        r"^\d+ x{1000}$", (full / job_name / "attempt-1" / "node-0.log").read_text(), re.MULTILINE
+    )
     assert 200 - len(kept) <= int(found[1]) <= 200 - len(kept) + 5  # and lines of the agent
     lost = f"but the log of node-0 lost {found[1]} lines: No space left on device"
     assert f"\n{lost}\n" in clusterctl.expect(0, "status", job_name)

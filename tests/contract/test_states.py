@@ -80,7 +80,8 @@ def test_a_job_whose_host_does_not_answer_shows_its_last_state_and_since_when(cl
         seen_at = time.time()
         sshd.before_each_command(1, "kill -9 $PPID")
         listed = rows(clusterctl)
-        up, new = listed[f"{job_name}-up"], listed[f"{job_name}-new"]
+        up = listed[f"{job_name}-up"]
+        new = listed[f"{job_name}-new"]
         assert (up["state"], up["last_state"], new["state"], new["last_state"]) == (
             "unreachable",
             "running",
@@ -108,7 +109,9 @@ def test_a_job_whose_host_does_not_answer_shows_its_last_state_and_since_when(cl
 
 
 @pytest.mark.parametrize("width", [400, 1280])
-def test_the_list_of_jobs_shows_each_cause_and_the_running_jobs_first(clusterctl, sshd, job_name, page, width):
+def test_the_list_of_jobs_shows_each_cause_and_the_running_jobs_first(
+    clusterctl, sshd, job_name, page, width
+):
     store = JobStore(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"]))
     cause = "node-1: rank 3: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB " * 2
     with on_nodes(clusterctl, sshd, f"{job_name}-old-but-running"):

@@ -29,7 +29,17 @@ def launch(request, clusterctl, job_name):
     shutil.copy(TICKS, clusterctl.folder)
     if request.param == "ssh":
         inventory(clusterctl.folder, request.getfixturevalue("sshd"), clusterctl.folder / "remote")
-    words = ["launch", "--backend", request.param, "--name", job_name, "--nodes", "2", "--python", sys.executable]
+    words = [
+        "launch",
+        "--backend",
+        request.param,
+        "--name",
+        job_name,
+        "--nodes",
+        "2",
+        "--python",
+        sys.executable,
+    ]
     words = words if request.param == "ssh" else words[:-2]
     yield lambda program, *more: [*words, "--max-restarts", "1", *more, "--command", program]
     clusterctl.run("stop", job_name)
@@ -42,7 +52,9 @@ def row(clusterctl, job):
 
 def supervisor_pid(clusterctl, job):
     """Return the pid of the job's supervisor; 0 if it has none."""
-    match = re.fullmatch(rf"pid (\d+) on {re.escape(socket.gethostname())}", row(clusterctl, job)["supervisor"])
+    match = re.fullmatch(
+        rf"pid (\d+) on {re.escape(socket.gethostname())}", row(clusterctl, job)["supervisor"]
+    )
     return int(match[1]) if match else 0
 
 
@@ -73,7 +85,8 @@ def test_a_followed_log_and_wait_last_until_the_restarted_job_ends(clusterctl, l
         "print('the last word', flush=True)\n"
     )
     clusterctl.expect(0, *launch("twice.py", "--detach"))
-    followed, waiting = clusterctl.start("logs", "-f", job_name), clusterctl.start("wait", job_name)
+    followed = clusterctl.start("logs", "-f", job_name)
+    waiting = clusterctl.start("wait", job_name)
     seen = []
     for line in followed.stdout:
         seen.append(line)
@@ -115,7 +128,9 @@ def posted(clusterctl):
         server.shutdown()
 
 
-def test_a_detached_job_is_restarted_after_the_session_of_its_launch_has_ended(clusterctl, launch, job_name, posted):
+def test_a_detached_job_is_restarted_after_the_session_of_its_launch_has_ended(
+    clusterctl, launch, job_name, posted
+):
     clusterctl.expect(0, *launch("ticks.py --ticks-later 5", "--detach"))  # in a session that ends with it
     pid = supervisor_pid(clusterctl, job_name)
     assert os.getsid(pid) == pid
@@ -126,7 +141,8 @@ def test_a_detached_job_is_restarted_after_the_session_of_its_launch_has_ended(c
     assert wait_until(lambda: not exists(pid))
     assert posted == ["restarted", "done"]
     report = (clusterctl.folder / "runs" / job_name / "report.html").read_text()
-    status, logs = clusterctl.expect(0, "status", job_name), clusterctl.expect(0, "logs", job_name)
+    status = clusterctl.expect(0, "status", job_name)
+    logs = clusterctl.expect(0, "logs", job_name)
     for text in (report, status, logs):
         assert re.search(r"\d\d:\d\d:\d\d node-\d: .*; restart 1 of 1", text), text
         assert "attempt 2 on node-0, node-1" in text, text
@@ -202,10 +218,17 @@ def test_a_closed_terminal_leaves_a_supervisor_behind(clusterctl, launch, job_na
 
     argv = [sys.executable, "-m", "cluster", *launch("ticks.py --ticks-later 5")]
     launcher = subprocess.Popen(
-        argv, cwd=clusterctl.folder, env=clusterctl.env, stdin=end, stdout=end, stderr=end, preexec_fn=own_the_terminal
+        argv,
+        cwd=clusterctl.folder,
+        env=clusterctl.env,
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        preexec_fn=own_the_terminal,
     )
     os.close(end)
-    shown, is_closed = threading.Event(), threading.Event()
+    shown = threading.Event()
+    is_closed = threading.Event()
 
     def read():
         while not is_closed.is_set():
@@ -262,7 +285,13 @@ def test_a_supervisor_that_cannot_start_is_said_at_the_launch(clusterctl, launch
     (clusterctl.folder / "tokens.env").write_text(f"TOKEN={'x' * 100_000}\n")
     argv = [sys.executable, "-c", code, *launch("ticks.py", "--env-file", "tokens.env", "--detach")]
     done = subprocess.run(
-        argv, cwd=clusterctl.folder, env=clusterctl.env, capture_output=True, text=True, timeout=60, check=False
+        argv,
+        cwd=clusterctl.folder,
+        env=clusterctl.env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done
     assert done.stdout.count("no supervisor runs in the background") == 1

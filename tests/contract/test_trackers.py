@@ -28,7 +28,19 @@ def train(tmp_path):
         pytest.skip(f"no {PYTHON} (CI=true make test installs it)")
     data = squares(tmp_path / "squares", train=26)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_EXPERIMENT_NAME": "squares"}
-    words = ["train", "--data", str(data), "--cfg", TINY, "--imgsz", "64", "--batch", "5", "--epochs", str(EPOCHS)]
+    words = [
+        "train",
+        "--data",
+        str(data),
+        "--cfg",
+        TINY,
+        "--imgsz",
+        "64",
+        "--batch",
+        "5",
+        "--epochs",
+        str(EPOCHS),
+    ]
     words += ["--device", "cpu", "--project", str(tmp_path), "--name", "run"]
 
     def start(*more, **variables):
@@ -79,7 +91,9 @@ def test_mlflow_has_one_run_with_each_epoch_once(train, tmp_path):
             **os.environ,
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         }  # five processes for its evaluations
-        server = subprocess.Popen(words, cwd=tmp_path, env=without_jobs, start_new_session=True, stdout=log, stderr=log)
+        server = subprocess.Popen(
+            words, cwd=tmp_path, env=without_jobs, start_new_session=True, stdout=log, stderr=log
+        )
     try:
         until = time.time() + 300
         while True:
@@ -97,7 +111,9 @@ def test_mlflow_has_one_run_with_each_epoch_once(train, tmp_path):
             "[m.step for m in c.get_metric_history(r.info.run_id, 'box_loss')])\n"
         )
         env = {**os.environ, "MLFLOW_TRACKING_URI": f"http://{address}"}
-        found = subprocess.run([PYTHON, "-c", read], env=env, capture_output=True, text=True, check=True).stdout
+        found = subprocess.run(
+            [PYTHON, "-c", read], env=env, capture_output=True, text=True, check=True
+        ).stdout
         print(f"MLflow: {found}")
         assert found == f"FINISHED 5 {list(range(1, EPOCHS + 1))}\n"
     finally:
@@ -135,16 +151,29 @@ def test_wandb_offline_has_one_run_with_each_epoch_once(train, tmp_path):
     assert [int(step) for step in found.stdout.split()] == list(range(1, EPOCHS + 1)), found.stderr
 
 
-@pytest.mark.parametrize("storage", ["sqlite", "jsonl"])  # the client's choice on a local disk, on a network disk
+@pytest.mark.parametrize(
+    "storage", ["sqlite", "jsonl"]
+)  # the client's choice on a local disk, on a network disk
 def test_trackio_has_one_run_with_each_epoch_once(train, tmp_path, storage):
     # The client writes every half second. After the pause, the database has the first epoch at the kill, and no other.
     (tmp_path / "slow.py").write_text(
         "import time, trainer\nclass Slow(trainer.Callback):\n"
         "    def on_epoch_end(self, metrics): time.sleep(metrics['epoch'] == 1)\n"
     )
-    kill_and_resume(train, tmp_path, "--track", "trackio", "--callback", "slow:Slow", TRACKIO_STORAGE_MODE=storage)
+    kill_and_resume(
+        train, tmp_path, "--track", "trackio", "--callback", "slow:Slow", TRACKIO_STORAGE_MODE=storage
+    )
     query = "SELECT run_id, run_name, step, json_extract(metrics, '$.box_loss') FROM metrics ORDER BY step"
-    words = [PYTHON.with_name("trackio"), "query", "project", "--project", "trainer", "--sql", query, "--json"]
+    words = [
+        PYTHON.with_name("trackio"),
+        "query",
+        "project",
+        "--project",
+        "trainer",
+        "--sql",
+        query,
+        "--json",
+    ]
     env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "run" / "trackio")}
     copy = "from trackio import fragments; fragments.import_inbox_dir()"  # as the dashboard does
     subprocess.run([PYTHON, "-c", copy], env=env, check=True)

@@ -123,7 +123,8 @@ def connect(server, login="h0"):
 
 
 def test_one_connection_is_used_for_everything_and_replaced_when_it_breaks(either):
-    sshd, shell = either, connect(either)
+    sshd = either
+    shell = connect(either)
     for _ in range(3):
         shell.run(["true"])
     assert (sshd.folder / "log").read_text().count("Accepted publickey") == 1
@@ -182,10 +183,19 @@ def test_a_login_shell_that_runs_no_command_is_an_error_with_its_output(greeting
     assert refused.value.hint == f'try by hand: ssh -F {greeting.config} h0 "bash --version"'
 
 
-@pytest.mark.parametrize("login", [each for each in ("sh", "bash", "zsh", "fish", "tcsh", "csh") if shutil.which(each)])
+@pytest.mark.parametrize(
+    "login", [each for each in ("sh", "bash", "zsh", "fish", "tcsh", "csh") if shutil.which(each)]
+)
 def test_any_login_shell_runs_the_exact_command(login):
     """Test the shells of this machine; csh is the strictest."""
-    words = [*HOSTILE, "tab\t\x7f", "\\0041 \\\\ \\'", "%s ~ [a] {b,c} #", "it's long, isn't it! " * 1000, "the end\n"]
+    words = [
+        *HOSTILE,
+        "tab\t\x7f",
+        "\\0041 \\\\ \\'",
+        "%s ~ [a] {b,c} #",
+        "it's long, isn't it! " * 1000,
+        "the end\n",
+    ]
     line = remote_line(["python3", "-c", "import sys; print(sys.argv[1:])", *words], marked=True)
     assert line.isascii()
     assert line.isprintable()
@@ -195,7 +205,9 @@ def test_any_login_shell_runs_the_exact_command(login):
     done = LocalShell().run([login, "-c", line])
     assert (done.code, done.out.partition("\n")[2], done.err) == (0, f"{words}\n", "clusterctl begins\n")
     # a background process does not delay the end of the output; csh would pass copies of its stdin and stdout to it
-    LocalShell().run([login, "-c", remote_line(["bash", "-c", "sleep 20 <&- >&- 2>&- &"], marked=True)], timeout_s=10)
+    LocalShell().run(
+        [login, "-c", remote_line(["bash", "-c", "sleep 20 <&- >&- 2>&- &"], marked=True)], timeout_s=10
+    )
 
 
 def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_command_that_adds_it(either):
@@ -213,10 +225,15 @@ def test_another_host_key_than_the_known_one_is_refused(either):
     sshd = either
     other = " ".join((sshd.folder / "user.pub").read_text().split()[:2])
     sshd.known_hosts.write_text(f"[{sshd.addresses[0]}]:{sshd.port} {other}\n")
-    with pytest.raises(UnreachableError, match=r"gpu-a .*: its host key is not the one in known_hosts") as refused:
+    with pytest.raises(
+        UnreachableError, match=r"gpu-a .*: its host key is not the one in known_hosts"
+    ) as refused:
         connect(sshd).run(["true"])
     assert f"({sshd.known_hosts}:1)" in refused.value.message
-    assert f"ssh-keygen -R '[{sshd.addresses[0]}]:{sshd.port}' -f {sshd.known_hosts} && ssh " in refused.value.hint
+    assert (
+        f"ssh-keygen -R '[{sshd.addresses[0]}]:{sshd.port}' -f {sshd.known_hosts} && ssh "
+        in refused.value.hint
+    )
 
 
 def test_a_refused_login_a_locked_key_and_unknown_hosts_are_errors(either):
@@ -227,13 +244,17 @@ def test_a_refused_login_a_locked_key_and_unknown_hosts_are_errors(either):
     with pytest.raises(UnreachableError, match=r"gpu-a: the connection failed: .*Permission denied"):
         piped(sshd.node(0, "gpu-a"), ["true"]).__enter__()
     shutil.copy(sshd.folder / "user.pub", sshd.folder / "authorized")
-    subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-P", "", "-f", sshd.folder / "user"], check=True)
+    subprocess.run(
+        ["ssh-keygen", "-q", "-p", "-N", "secret", "-P", "", "-f", sshd.folder / "user"], check=True
+    )
     with pytest.raises(UnreachableError, match=r"gpu-a .*passphrase") as refused:
         connect(sshd).run(["true"])
     assert "ssh-add" in refused.value.hint
     with pytest.raises(UnreachableError, match=r"gpu-a .*: the host name nowhere\.invalid does not resolve"):
         connect(sshd, "nowhere.invalid").run(["true"])
-    with pytest.raises(UnreachableError, match=rf"gpu-a .*{sshd.addresses[0]}:1\): cannot be reached: .*refused"):
+    with pytest.raises(
+        UnreachableError, match=rf"gpu-a .*{sshd.addresses[0]}:1\): cannot be reached: .*refused"
+    ):
         connect(sshd, f"{sshd.addresses[0]}:1").run(["true"])
 
 
@@ -243,9 +264,7 @@ def test_the_first_proxy_setting_wins_and_none_is_not_a_host(either):
     text = sshd.config.read_text()
     more = f"Host h1\n  ProxyCommand none\nHost inner\n  HostName {sshd.addresses[1]}\n  ProxyJump h2,h1\n"
     more += "Host *\n  ProxyJump h0\n"
-    rest = (
-        f"  User {getpass.getuser()}\n  IdentityFile {sshd.folder / 'user'}\n  UserKnownHostsFile {sshd.known_hosts}\n"
-    )
+    rest = f"  User {getpass.getuser()}\n  IdentityFile {sshd.folder / 'user'}\n  UserKnownHostsFile {sshd.known_hosts}\n"
     sshd.config.write_text(f"Host h0\n  ProxyJump none\n{text}{more}{rest}  Port {sshd.port}\n")
 
     before = (sshd.folder / "log").read_text().count("Accepted publickey")

@@ -19,7 +19,10 @@ from tests.conftest import Clusterctl, wait_until
 
 UID = 12345
 #: Where this process imports from.
-PATHS = [str(Path(cluster.__file__).parents[1]), *(path for path in sys.path if path.endswith("site-packages"))]
+PATHS = [
+    str(Path(cluster.__file__).parents[1]),
+    *(path for path in sys.path if path.endswith("site-packages")),
+]
 PROGRAM = """
 import os, pathlib, time
 cache, run = pathlib.Path(os.environ["CLUSTER_CACHE_DIR"]), pathlib.Path(os.environ["CLUSTER_RUN_DIR"])
@@ -57,7 +60,9 @@ class User(Clusterctl):
         super().__init__(folder)
         folder.mkdir()
         folder.chmod(0o700)
-        self.python, self.is_other, self.mask = python, is_other, mask
+        self.python = python
+        self.is_other = is_other
+        self.mask = mask
         self.env |= {"PYTHONPATH": ":".join(PATHS), "HOME": str(folder)}
         (folder / "program.py").write_text(PROGRAM)
         if is_other:
@@ -155,7 +160,8 @@ def test_the_second_user_learns_why_a_run_directory_is_closed(users, top, job_na
     closed.chmod(0o1777)
     code, text = second.launch(f"{job_name}-3", closed)  # the caches are still closed
     assert (
-        f"cannot make the folder {closed}/.cache/{UID}: {closed}/.cache belongs to root and has the mode 1755" in text
+        f"cannot make the folder {closed}/.cache/{UID}: {closed}/.cache belongs to root and has the mode 1755"
+        in text
     )
     assert f"its owner can type: chmod 1777 {closed}/.cache" in text
     (closed / ".cache").chmod(0o1777)
@@ -181,7 +187,9 @@ def test_what_another_user_has_planted_is_not_run(users, shared, job_name, plant
     code, text = first.launch(job_name, shared, "--setup", "true")
     assert code == 1, text
     assert f"{plan_a_trap} is a {'symbolic link' if planted == 'link' else 'directory'} of " in text
-    assert "but jobs run what is in it, so it must be a folder of this user with the mode 700: remove it" in text
+    assert (
+        "but jobs run what is in it, so it must be a folder of this user with the mode 700: remove it" in text
+    )
     assert "cached" not in text
     shutil.rmtree(plan_a_trap) if planted != "link" else plan_a_trap.unlink()
     assert first.launch(f"{job_name}-2", shared, "--setup", "true")[0] == 0
@@ -196,7 +204,12 @@ def test_neither_user_sees_stops_or_reads_the_others_job(users, shared, job_name
         assert wait_until((shared / job_name / "folder").is_dir)
         for words in (["ps", "--all"], ["gc"], ["doctor"]):
             assert job_name not in second.run(*words)[1]
-        for words in (["stop", job_name], ["logs", job_name], ["status", job_name], ["cp", f"{job_name}:result", "."]):
+        for words in (
+            ["stop", job_name],
+            ["logs", job_name],
+            ["status", job_name],
+            ["cp", f"{job_name}:result", "."],
+        ):
             code, text = second.run(*words)
             assert (code, f"no job {job_name!r}" in text) == (2, True), text
         second.run("gc", "--yes")
@@ -221,7 +234,11 @@ def test_what_a_job_writes_has_the_users_umask(users, shared, job_name, mask, fi
     code, text = user.launch(job_name, shared)
     assert code == 0, text
     run_dir = shared / job_name
-    for path in (run_dir / "result", run_dir / "attempt-1" / "node-0.log", run_dir / "attempt-1" / "node-0.json"):
+    for path in (
+        run_dir / "result",
+        run_dir / "attempt-1" / "node-0.log",
+        run_dir / "attempt-1" / "node-0.json",
+    ):
         assert owner_and_mode(path) == (UID, file), path
     for path in (run_dir / "report.html", run_dir / "job.yaml"):
         assert owner_and_mode(path) == (UID, file), path

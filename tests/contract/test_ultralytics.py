@@ -46,7 +46,11 @@ def yolo(clusterctl, job_name):
     # The package takes `path: .` from the current folder, which here has no images.
     data = clusterctl.folder / "squares" / "data.yaml"
     data.write_text(data.read_text().replace(f"path: {data.parent}", "path: ."))
-    clusterctl.env |= {"PYTHONPATH": str(ROOT), "YOLO_CONFIG_DIR": str(clusterctl.folder), "GOMP_SPINCOUNT": "3000"}
+    clusterctl.env |= {
+        "PYTHONPATH": str(ROOT),
+        "YOLO_CONFIG_DIR": str(clusterctl.folder),
+        "GOMP_SPINCOUNT": "3000",
+    }
 
     def arguments(version, size, *words, backend="local", name=job_name, **more):
         nodes, ranks = size
@@ -72,7 +76,9 @@ def events_of(job: Path, attempt: int, kind: str, node: str = "node-0"):
 @pytest.mark.parametrize(("version", "model"), [(OLD, "yolo11n.yaml"), (NEW, "yolo26n.yaml")], ids=TESTED)
 def test_two_nodes_train_as_the_ranks_of_one(yolo, clusterctl, job_name, version, model):
     words = ["detect", "train", "data=squares/data.yaml", f"model={model}", "epochs=2", *SMALL, "plots=True"]
-    clusterctl.expect(0, *yolo(version, (2, 1), *words), has=f"runs/{job_name}/weights/best.pt", timeout_s=300)
+    clusterctl.expect(
+        0, *yolo(version, (2, 1), *words), has=f"runs/{job_name}/weights/best.pt", timeout_s=300
+    )
     one = f"{job_name}-1"
     clusterctl.expect(0, *yolo(version, (1, 2), *words, name=one), timeout_s=300)
     runs = clusterctl.folder / "runs"
@@ -140,7 +146,9 @@ def test_a_job_without_a_shared_disk_resumes_on_every_node(yolo, clusterctl, job
     arguments = yolo(NEW, (2, 1), *words, backend="ssh", env=f"PYTHONPATH={ROOT}")
     with clusterctl.start(*arguments) as process:
         first, second = (folder / job_name for folder in folders)
-        assert wait_until(lambda: 2 in epochs_in(first / "results.csv"), 200), process.kill() or process.stdout.read()
+        assert wait_until(lambda: 2 in epochs_in(first / "results.csv"), 200), (
+            process.kill() or process.stdout.read()
+        )
         os.kill(rank_of(job_name, 1), signal.SIGUSR2)
         log = first / "attempt-2" / "node-0.log"
         assert wait_until(lambda: log.exists() and '"event":"checkpoint"' in log.read_text(), 200)
@@ -171,7 +179,8 @@ def trainer(clusterctl, version, *words, **variables):
 
 
 def test_after_the_last_epoch_only_the_final_validation_is_repeated(yolo, clusterctl):
-    folder, kept = clusterctl.folder / "run", clusterctl.folder / "kept"
+    folder = clusterctl.folder / "run"
+    kept = clusterctl.folder / "kept"
     folder.mkdir()
     kept.mkdir()
     words = ["train", "data=squares/data.yaml", "model=yolo26n.yaml", "device=cpu", "epochs=2", *SMALL]
@@ -244,11 +253,26 @@ def test_every_task_trains_on_two_ranks(yolo, clusterctl, job_name, task, model,
 def test_it_trains_without_a_launcher(yolo, clusterctl):
     """As one process, and as the ranks of torchrun, which leave the folder of an older run as it is."""
     out = clusterctl.folder / "out"
-    words = ["train", "data=squares/data.yaml", "model=yolo26n.yaml", "epochs=1", *SMALL, f"project={out}", "name=one"]
-    with trainer(clusterctl, OLD, *words, "model=yolo11n.yaml", "device=cpu") as process:  # the last of a name counts
+    words = [
+        "train",
+        "data=squares/data.yaml",
+        "model=yolo26n.yaml",
+        "epochs=1",
+        *SMALL,
+        f"project={out}",
+        "name=one",
+    ]
+    with trainer(
+        clusterctl, OLD, *words, "model=yolo11n.yaml", "device=cpu"
+    ) as process:  # the last of a name counts
         text = ended(process, 0, timeout_s=200)
     assert epochs_in(out / "one" / "results.csv") == [1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     numbers = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     for process in [trainer(clusterctl, NEW, *words, "device=cpu", **shared, **number) for number in numbers]:
         ended(process, 0, timeout_s=200)
@@ -270,7 +294,10 @@ REFUSED = [
     ("train data=squares/data.yaml model=none.yaml", "model=none.yaml"),
     ("train data=squares/data.yaml model=best.onnx", "model=best.onnx"),
     ("train data=squares/data.yaml cfg=none.yaml", "cfg=none.yaml: no such file"),
-    ("train data=squares/data.yaml model=yolo11n.yaml optimizer=Sgdd", "not found in list of available optimizers"),
+    (
+        "train data=squares/data.yaml model=yolo11n.yaml optimizer=Sgdd",
+        "not found in list of available optimizers",
+    ),
     ("val model=best.pt", "yolo val: only `train` runs on several machines"),
     ("semantic train data=squares/data.yaml", "yolo semantic train"),
 ]
@@ -286,7 +313,9 @@ def test_bad_input_is_an_error_of_two_lines(yolo, clusterctl, version):
         "    except TrainerError as error:\n        print(f'error: {error.message}')\n"
     )
     words = [python_of(version), "-c", program, json.dumps([line for line, _ in REFUSED])]
-    done = subprocess.run(words, cwd=clusterctl.folder, env=clusterctl.env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        words, cwd=clusterctl.folder, env=clusterctl.env, capture_output=True, text=True, check=True
+    )
     errors = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
     assert len(errors) == len(REFUSED), done.stdout
     for (line, expected), error in zip(REFUSED, errors, strict=True):

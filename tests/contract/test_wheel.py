@@ -12,7 +12,8 @@ PACKAGES = ("cluster", "trainer")
 
 
 def test_the_wheel_has_every_file_of_the_packages_and_plans_a_job(tmp_path):
-    source, installed = tmp_path / "source", tmp_path / "installed"
+    source = tmp_path / "source"
+    installed = tmp_path / "installed"
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -33,4 +34,6 @@ def test_the_wheel_has_every_file_of_the_packages_and_plans_a_job(tmp_path):
 
 
 def _files(folder):
-    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    return {
+        path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"
+    }

@@ -47,7 +47,10 @@ def test_a_job_runs_in_a_writable_copy_and_only_changes_are_sent_again(project, 
     assert "rank 0 has one ['.clusterignore', '.gitignore', 'cluster.yaml', 'package', 'program.py'" in text
     assert "ignored.txt" not in text
     back = project.folder / "runs" / job_name / "workdir"
-    assert {str(path.relative_to(back)) for path in back.rglob("*") if path.is_file()} == {"written.txt", "seen.txt"}
+    assert {str(path.relative_to(back)) for path in back.rglob("*") if path.is_file()} == {
+        "written.txt",
+        "seen.txt",
+    }
     assert (back / "written.txt").read_text() == "one"
     assert not (project.folder / "written.txt").exists()
 
@@ -70,7 +73,17 @@ def test_a_restart_continues_in_the_same_copy(project, job_name):
 
 def test_an_empty_folder_is_a_working_directory_too(project, job_name):
     (project.folder / "empty").mkdir()
-    words = ["launch", "--name", job_name, "--nodes", "1", "--workdir", "empty", "--command", "--no-python pwd"]
+    words = [
+        "launch",
+        "--name",
+        job_name,
+        "--nodes",
+        "1",
+        "--workdir",
+        "empty",
+        "--command",
+        "--no-python pwd",
+    ]
     code, text = project.run(*words)
     assert (code, f"{job_name}/workdir" in text) == (0, True), text
 
@@ -102,7 +115,8 @@ def test_a_wrong_working_directory_is_one_error(project, options, message):
 
 def test_a_copy_that_fails_leaves_nothing(project, job_name):
     """A dangling link has the name of the job's folder on one of the machines."""
-    file, blocked = project.folder / "cluster.yaml", project.folder / "remote" / "blocked"
+    file = project.folder / "cluster.yaml"
+    blocked = project.folder / "remote" / "blocked"
     described = yaml.safe_load(file.read_text())
     described["nodes"]["node-1"]["run_dir"] = str(blocked)
     file.write_text(yaml.safe_dump(described))
@@ -121,7 +135,12 @@ def test_a_job_file_with_setup_runs_here_and_on_machines_and_can_be_repeated(pro
         "packages=$(python -c 'import sysconfig; print(sysconfig.get_path(\"purelib\"))')\n"
         "echo \"LINES = '$(tr '\n' ' ' < lines.txt)'\" > $packages/dep.py\n"
     )
-    job = {"python": sys.executable, "command": "program.py", "setup": "bash setup.sh < lines.txt", "nodes": 1}
+    job = {
+        "python": sys.executable,
+        "command": "program.py",
+        "setup": "bash setup.sh < lines.txt",
+        "nodes": 1,
+    }
     (project.folder / "job.yaml").write_text(yaml.safe_dump(job))
     code, text = project.run("launch", "job.yaml", "--name", job_name)
     assert code == 0, text
@@ -146,9 +165,21 @@ def test_a_job_file_with_setup_runs_here_and_on_machines_and_can_be_repeated(pro
 
 @pytest.mark.parametrize("options", [[], ["--backend", "local"]], ids=["ssh", "local"])
 def test_exec_runs_in_the_environment_of_the_setup(project, job_name, options):
-    (project.folder / "program.py").write_text("import dep, time\nprint('has', dep.X, flush=True)\ntime.sleep(600)\n")
+    (project.folder / "program.py").write_text(
+        "import dep, time\nprint('has', dep.X, flush=True)\ntime.sleep(600)\n"
+    )
     setup = "cd $VIRTUAL_ENV/lib/python3*/site-packages; echo 'X = 5' > dep.py"
-    words = ["--nodes", "2", "--python", sys.executable, "--setup", setup, "--command", "program.py", *options]
+    words = [
+        "--nodes",
+        "2",
+        "--python",
+        sys.executable,
+        "--setup",
+        setup,
+        "--command",
+        "program.py",
+        *options,
+    ]
     project.expect(0, "launch", "--name", job_name, "--detach", *words)
     try:
         assert wait_until(lambda: project.run("logs", job_name)[1].count("has 5") == 2, timeout_s=60)
@@ -165,7 +196,9 @@ def test_a_setup_that_fails_is_reported_on_every_backend_and_leaves_nothing(proj
     for nth, options in enumerate(([], ["--backend", "local"])):
         code, text = project.run("launch", "--name", f"{job_name}-{nth}", "--nodes", "2", *words, *options)
         assert code == 1, text
-        assert re.search(r"node-\d: setup: exit code 2: ls: cannot access 'nowhere': No such file or directory", text)
+        assert re.search(
+            r"node-\d: setup: exit code 2: ls: cannot access 'nowhere': No such file or directory", text
+        )
         assert "no orphans" in project.run("gc", "--job", f"{job_name}-{nth}")[1]
 
 
@@ -177,7 +210,10 @@ def test_files_that_usually_hold_secrets_stop_the_launch_until_the_user_decides(
     code, text = launch(project, job_name)
     assert code == 2, text
     assert ".env, keys/id_ed25519, package/server.pem" in text
-    assert "hint: list them in .clusterignore to leave them out, or !NAME to send one; to send all: --yes" in text
+    assert (
+        "hint: list them in .clusterignore to leave them out, or !NAME to send one; to send all: --yes"
+        in text
+    )
     assert not remote.exists()
     assert not (project.folder / "runs").exists()
 
@@ -186,7 +222,9 @@ def test_files_that_usually_hold_secrets_stop_the_launch_until_the_user_decides(
         assert code == 0, text
         copy = remote / name / "workdir"
         return sorted(
-            str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file() and path.read_bytes() == b"SECRET"
+            str(path.relative_to(copy))
+            for path in copy.rglob("*")
+            if path.is_file() and path.read_bytes() == b"SECRET"
         )
 
     with (project.folder / ".clusterignore").open("a") as file:

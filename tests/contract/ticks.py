@@ -13,10 +13,13 @@ parser.add_argument("--fail-at", type=int, default=-1, help="the last rank raise
 arguments = parser.parse_args()
 
 later = arguments.ticks_later is not None and os.environ["CLUSTER_ATTEMPT"] != "1"
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+rank = int(os.environ["RANK"])
+world = int(os.environ["WORLD_SIZE"])
 if os.environ["LOCAL_RANK"] == "0":
     ready = {"event": "ready", "node": int(os.environ["GROUP_RANK"]), "time": time.time(), "rank": rank}
-    print("::cluster", json.dumps(ready | {"world_size": world, "backend": "gloo", "device": "cpu"}), flush=True)
+    print(
+        "::cluster", json.dumps(ready | {"world_size": world, "backend": "gloo", "device": "cpu"}), flush=True
+    )
 for tick in range(arguments.ticks_later if later else arguments.ticks):
     print(f"tick {tick}: rank {rank} of {world}", flush=True)
     if tick == arguments.fail_at and rank == world - 1:

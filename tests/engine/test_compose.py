@@ -30,7 +30,16 @@ def left_of(job):
 
 def started(clusterctl, job, *more, ticks=100):
     (clusterctl.folder / "program.py").write_text(EXAMPLE)
-    command = ["--backend", "compose", "--name", job, "--nodes", "2", "--command", f"program.py --ticks {ticks}"]
+    command = [
+        "--backend",
+        "compose",
+        "--name",
+        job,
+        "--nodes",
+        "2",
+        "--command",
+        f"program.py --ticks {ticks}",
+    ]
     return clusterctl.start("launch", *command, *more)
 
 
@@ -95,7 +104,9 @@ def test_a_removed_container_is_lost(clusterctl):
 
 
 def test_a_frozen_node_is_named_after_the_rendezvous_timeout(clusterctl):
-    (clusterctl.folder / "sitecustomize.py").write_text("import time\ntime.sleep(8)\n")  # the agents start late
+    (clusterctl.folder / "sitecustomize.py").write_text(
+        "import time\ntime.sleep(8)\n"
+    )  # the agents start late
     process = started(clusterctl, "ct-frozen", "--rendezvous-timeout", "20", "--env", "PYTHONPATH=.")
     until = time.time() + 30
     while "ct-frozen-node-1" not in docker("ps", "--format", "{{.Names}}") and time.time() < until:
@@ -110,7 +121,9 @@ def test_a_frozen_node_is_named_after_the_rendezvous_timeout(clusterctl):
 def test_a_missing_image_is_an_error_and_nothing_is_written(clusterctl):
     code, text = clusterctl.run("launch", "--backend", "compose", "--image", "no-such/image:7")
     assert code == 2
-    assert text.startswith("error: this machine has no image no-such/image:7\nhint: docker pull no-such/image:7")
+    assert text.startswith(
+        "error: this machine has no image no-such/image:7\nhint: docker pull no-such/image:7"
+    )
     assert list(clusterctl.folder.iterdir()) == []
 
 
@@ -131,7 +144,9 @@ def foreign(tmp_path):
         started.append(name)
         words = ["docker", "compose", "-p", name, "-f", str(file), "up", "-d", "--no-build"]
         subprocess.run(words, check=True, capture_output=True)
-        return docker("ps", "-q", "--filter", f"label=com.docker.compose.project={name}", "--filter", "name=web")
+        return docker(
+            "ps", "-q", "--filter", f"label=com.docker.compose.project={name}", "--filter", "name=web"
+        )
 
     yield start
     for name in started:
@@ -178,7 +193,9 @@ def test_gc_removes_this_users_launches_by_their_ids_and_leaves_the_others(clust
     for backend, user in (("compose", "65534"), ("compose", ""), ("ssh", str(os.getuid())), ("slurm", "0")):
         labels = {"JOB_ID": "ct-gc", "LAUNCH_ID": token_hex(8), "BACKEND": backend, "UID": user}
         words = [word for label, value in labels.items() for word in ("--label", f"CLUSTER_{label}={value}")]
-        (made,) = docker("run", "-d", *words, "--stop-timeout", "0", "--entrypoint", "sleep", "trainer:0.1", "600")
+        (made,) = docker(
+            "run", "-d", *words, "--stop-timeout", "0", "--entrypoint", "sleep", "trainer:0.1", "600"
+        )
         others[made] = backend, user
     try:
         clusterctl.expect(2, "gc", "--job", "ct-gc", has="nothing was removed")
@@ -196,7 +213,19 @@ def test_the_plan_runs_without_the_launcher(clusterctl):
     (clusterctl.folder / "program.py").write_text(EXAMPLE)
     (clusterctl.folder / "runs").mkdir()
     code, text = clusterctl.run(
-        *("plan", "--backend", "compose", "--name", "ct-plan", "--nodes", "2", "--gpus", "2", "-o", "job.yml"),
+        *(
+            "plan",
+            "--backend",
+            "compose",
+            "--name",
+            "ct-plan",
+            "--nodes",
+            "2",
+            "--gpus",
+            "2",
+            "-o",
+            "job.yml",
+        ),
         *("--command", "program.py --ticks 1"),
     )
     assert code == 0, text
@@ -215,7 +244,9 @@ def test_the_plan_runs_without_the_launcher(clusterctl):
 
 def test_a_job_file_builds_its_image_and_its_setup_runs_in_the_container(clusterctl):
     (clusterctl.folder / "Dockerfile").write_text("FROM trainer:0.1\nENV MARK=built\n")
-    (clusterctl.folder / "program.py").write_text("import os, dep\nprint(os.environ['MARK'], dep.X, flush=True)\n")
+    (clusterctl.folder / "program.py").write_text(
+        "import os, dep\nprint(os.environ['MARK'], dep.X, flush=True)\n"
+    )
     (clusterctl.folder / "job.yaml").write_text(
         "build: .\nbackend: compose\ndevice: cpu\ncommand: program.py\nimage: ct-built:latest\n"
         "setup: cd $VIRTUAL_ENV/lib/python3*/site-packages; echo X=5 > dep.py\n"

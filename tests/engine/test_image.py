@@ -30,7 +30,11 @@ def docker(*argv: str) -> str:
 def image() -> str:
     """The image that `make image` builds, which must be the launcher's default."""
     makefile = subprocess.run(
-        ["make", "--no-print-directory", "--dry-run", "image"], cwd=PROJECT, capture_output=True, text=True, check=True
+        ["make", "--no-print-directory", "--dry-run", "image"],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert makefile.stdout.split() == ["packaging/image.sh", DEFAULT_IMAGE]
     return DEFAULT_IMAGE
@@ -106,7 +110,11 @@ def test_nothing_of_the_build_machine_is_kept(image: str) -> None:
 
 def test_labels_name_the_version_and_its_commit(image: str) -> None:
     found = json.loads(docker("image", "inspect", "--format", "{{json .Config.Labels}}", image))
-    labels = {name.rpartition(".")[2]: value for name, value in found.items() if name.startswith("org.opencontainers.")}
+    labels = {
+        name.rpartition(".")[2]: value
+        for name, value in found.items()
+        if name.startswith("org.opencontainers.")
+    }
     assert labels.keys() >= {"title", "description", "licenses"}
     assert labels["version"] == docker("run", "--rm", image, "clusterctl", "--version").split()[-1]
     if (PROJECT / ".git").exists():
@@ -130,7 +138,10 @@ def test_changed_line_of_our_code_rebuilds_a_thin_layer(image: str, tmp_path: Pa
     try:
         build = ["packaging/image.sh", changed]
         subprocess.run(build, cwd=tmp_path, check=True, capture_output=True, timeout=240)
-        assert docker("run", "--rm", changed, "python3", "-c", "import trainer; print(trainer.CHANGED)") == "True\n"
+        assert (
+            docker("run", "--rm", changed, "python3", "-c", "import trainer; print(trainer.CHANGED)")
+            == "True\n"
+        )
         layers, new_layers = (
             docker("image", "inspect", "--format", "{{join .RootFS.Layers \"\\n\"}}", name).split()
             for name in (image, changed)
@@ -149,10 +160,30 @@ def test_with_64_mb_of_shared_memory_there_are_fewer_workers_and_a_warning(image
     data = squares(run_dir.parent / "set", train=16)
     data.write_text("path: /mnt/set\ntrain: images/train\nval: images/val\nnames: [green, red]\n")
     shutil.copy(PROJECT / "tests" / "unit" / "tiny.yaml", data.parent)
-    arguments = ["--data", "/mnt/set/data.yaml", "--imgsz", "640", "--batch", "8", "--epochs", "1", "--workers", "4"]
+    arguments = [
+        "--data",
+        "/mnt/set/data.yaml",
+        "--imgsz",
+        "640",
+        "--batch",
+        "8",
+        "--epochs",
+        "1",
+        "--workers",
+        "4",
+    ]
     arguments += ["--cfg", "/mnt/set/tiny.yaml"]
     printed = docker(
-        *("run", "--rm", "--user", "0:0", "--shm-size", "64m", "--volume", f"{run_dir.parent / 'set'}:/mnt/set"),
+        *(
+            "run",
+            "--rm",
+            "--user",
+            "0:0",
+            "--shm-size",
+            "64m",
+            "--volume",
+            f"{run_dir.parent / 'set'}:/mnt/set",
+        ),
         *("--volume", f"{run_dir}:/mnt/run", "--env", "CLUSTER_RUN_DIR=/mnt/run", image),
         *("trainer", "train", *arguments, "--noval"),
     )

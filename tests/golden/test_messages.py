@@ -154,14 +154,20 @@ def folder(tmp_path, monkeypatch):
 
 def compared(program, printed, folder):
     """Compare the messages of a program with its part of messages.txt."""
-    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == sorted(FILES)
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == sorted(
+        FILES
+    )
     assert [line for line, text in printed.items() if "Traceback" in text] == []
-    text = "".join(f"$ {program} {line}\n{said.replace(str(folder), '~')}\n" for line, said in printed.items())
+    text = "".join(
+        f"$ {program} {line}\n{said.replace(str(folder), '~')}\n" for line, said in printed.items()
+    )
     blocks = GOLDEN.read_text().split("\n\n") if GOLDEN.exists() else []
     own = [block for block in blocks if block.startswith(f"$ {program} ")]
     if os.environ.get("GOLDEN") == "write":
         others = [block for block in blocks if block.strip() and block not in own]
-        GOLDEN.write_text("\n\n".join(sorted([*others, *text.rstrip("\n").split("\n\n")], key=first_word)) + "\n\n")
+        GOLDEN.write_text(
+            "\n\n".join(sorted([*others, *text.rstrip("\n").split("\n\n")], key=first_word)) + "\n\n"
+        )
         return
     assert "\n\n".join(own) == text.rstrip("\n")
 
@@ -185,5 +191,7 @@ def test_wrong_trainer_commands(folder):
     printed = {}
     for line in TRAINER.splitlines():
         done = run(folder, *shlex.split(line), code=2)
-        printed[line] = "".join(each for each in done.stderr.splitlines(keepends=True) if "::cluster" not in each)
+        printed[line] = "".join(
+            each for each in done.stderr.splitlines(keepends=True) if "::cluster" not in each
+        )
     compared("trainer", printed, folder)

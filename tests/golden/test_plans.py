@@ -20,7 +20,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 JOBS = {
-    "trainer": Job("digits", ("-m", "trainer", "train", "--device", "cpu"), 3, 2, "/home/ann/runs", device="cpu"),
+    "trainer": Job(
+        "digits", ("-m", "trainer", "train", "--device", "cpu"), 3, 2, "/home/ann/runs", device="cpu"
+    ),
     "cuda": Job("coco", ("-m", "trainer", "train"), 2, 2, "/home/ann/runs", device="cuda", gpus=(0, 1, 2, 3)),
     "unequal": Job(
         "coco", ("-m", "trainer", "train"), 3, (2, 1, 1), "/home/ann/runs", device="cuda", gpus=(0, 1, 2, 3)
@@ -108,7 +110,11 @@ def plan(case):
         job = replace(job, image="/shared/ann/trainer.sif", queue=queue, secrets=("TOKEN",), max_restarts=3)
         job = replace(job, copies_workdir=bool(job.workdir))
     if backend == "kubernetes":
-        section = {"namespace": "vision", "runs": {"claim": "runs"}, "volumes": [{"claim": "data", "path": "/data"}]}
+        section = {
+            "namespace": "vision",
+            "runs": {"claim": "runs"},
+            "volumes": [{"claim": "data", "path": "/data"}],
+        }
         queue = Queue(BACKENDS[backend].login_node(""), section)
         job = replace(job, image="registry.example.com/trainer:0.1", gpus=(), queue=queue, secrets=("TOKEN",))
     return BACKENDS[backend].plan(job, attempt=1, port=29500)
@@ -170,7 +176,9 @@ def test_each_layer_gets_the_grace_of_the_job(case, words, monkeypatch):
 
 @pytest.mark.parametrize("runtime", ["docker", "podman"])
 def test_the_copy_of_the_working_directory_is_mounted_and_writable(runtime):
-    job = replace(JOBS["foreign"], workdir="/home/ann/work", copies_workdir=True, image="trainer:0.1", mounts=())
+    job = replace(
+        JOBS["foreign"], workdir="/home/ann/work", copies_workdir=True, image="trainer:0.1", mounts=()
+    )
     made = BACKENDS["ssh"].plan(replace(job, hosts=hosts(job, runtime)), attempt=1, port=29500)
     for step in made.steps:
         (text,) = step.files.values()
@@ -233,28 +241,46 @@ if sys.argv[1] != "info":
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("case", ["slurm-docker-cuda", "slurm-podman-cuda", "ssh-docker-trainer", "ssh-podman-cuda"])
+@pytest.mark.parametrize(
+    "case", ["slurm-docker-cuda", "slurm-podman-cuda", "ssh-docker-trainer", "ssh-podman-cuda"]
+)
 def test_exec_enters_the_container_that_the_node_has_started(case, rank, tmp_path):
     """The script of the node and that of `clusterctl exec` run; only the engine and Slurm's variables are fakes."""
-    engine, made = case.split("-")[1], plan(case)
-    node, on_slurm = made.nodes[rank], case.startswith("slurm")
+    engine = case.split("-")[1]
+    made = plan(case)
+    node = made.nodes[rank]
+    on_slurm = case.startswith("slurm")
     (text,) = made.steps[0 if on_slurm else rank].files.values()
     if on_slurm:
         text = text.partition("node=$(cat <<'END_OF_NODE_SCRIPT'\n")[2].partition("\nEND_OF_NODE_SCRIPT")[0]
     *bash, enter = script.exec_command(made.job, made, node, ["nvidia-smi"], tty=False)[:3]
     (tmp_path / engine).write_text(f"#!{sys.executable} -IS\n{WORDS}")
     (tmp_path / engine).chmod(0o755)
-    slurm = {"SLURM_NODEID": str(rank), "CUDA_VISIBLE_DEVICES": "0,1", "CLUSTER_ATTEMPT": "1"} if on_slurm else {}
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TOKEN": "x", "CLUSTER_HOSTS": "127.0.0.1", **slurm}
+    slurm = (
+        {"SLURM_NODEID": str(rank), "CUDA_VISIBLE_DEVICES": "0,1", "CLUSTER_ATTEMPT": "1"} if on_slurm else {}
+    )
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "TOKEN": "x",
+        "CLUSTER_HOSTS": "127.0.0.1",
+        **slurm,
+    }
 
     def run(text, *words):
         for path in ("/home/ann", "/shared/ann"):
             text = text.replace(path, f"{tmp_path}{path}")
         text = re.sub(r"NODE_ADDRESS=[\d.]+", "NODE_ADDRESS=127.0.0.1", text)
-        done = subprocess.run([*bash, text, *words], env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*bash, text, *words], env=environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
     words = run(text)
     (tmp_path / script.attempt_dir(made, node.machine)[1:] / f"{node.name}.agent").write_text("1 running\n")
-    assert run(enter, "exec", "nvidia-smi") == ["exec", "--interactive", words[words.index("--name") + 1], "nvidia-smi"]
+    assert run(enter, "exec", "nvidia-smi") == [
+        "exec",
+        "--interactive",
+        words[words.index("--name") + 1],
+        "nvidia-smi",
+    ]

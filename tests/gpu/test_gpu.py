@@ -39,12 +39,16 @@ needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 RUN = "from trainer.__main__ import run; run()"
 # PAYS_FROM is the number of steps from which --compile auto compiles.
 SHORT_RUNS_PAY = f"from trainer.engine import compilation; compilation.PAYS_FROM = 1; {RUN}"
-LITTLE_MEMORY = f"import torch; torch.cuda.set_per_process_memory_fraction(0.05); {RUN}"  # tests run at the same time
+LITTLE_MEMORY = (
+    f"import torch; torch.cuda.set_per_process_memory_fraction(0.05); {RUN}"  # tests run at the same time
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def gpu() -> None:
-    assert DEVICE == "cpu" or torch.cuda.is_available(), "no GPU that torch can use (DEVICE=cpu rehearses the tests)"
+    assert DEVICE == "cpu" or torch.cuda.is_available(), (
+        "no GPU that torch can use (DEVICE=cpu rehearses the tests)"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +60,22 @@ def start(
     folder: Path, *arguments: str, ranks: int = 1, device: str = DEVICE, program: str = "", **more: str
 ) -> subprocess.Popen[str]:
     """Start `trainer ARGUMENTS`, or a Python program with these arguments, with `more` in the environment."""
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-port",
+        str(free_port()),
+    ]
     what = [*(torchrun if ranks > 1 else []), *(["-c", program] if program else ["-m", "trainer"])]
     words = [sys.executable, *what, *arguments, "--device", device, "--project", "."]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1" if device == "cpu" else "0", **more}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": "1" if device == "cpu" else "0",
+        **more,
+    }
     return subprocess.Popen(
         words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -74,7 +90,19 @@ def train(folder: Path, *arguments: str, **more: Any) -> str:
 
 def small(data: Path, name: str, *more: str) -> list[str]:
     """Four steps an epoch of a small detector."""
-    words = ["--data", str(data), "--cfg", TINY, "--imgsz", "64", "--batch", "8", "--name", name, "--log-steps"]
+    words = [
+        "--data",
+        str(data),
+        "--cfg",
+        TINY,
+        "--imgsz",
+        "64",
+        "--batch",
+        "8",
+        "--name",
+        name,
+        "--log-steps",
+    ]
     # The workers' images differ from those of the device by a few gray levels.
     return [*words, "--epochs", "3", "--noval", "--augment-on", "device", *more]
 
@@ -85,14 +113,17 @@ def losses(run: Path) -> torch.Tensor:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = torch.load(run / "last.pt", weights_only=True, map_location="cpu")["model"]
+    found: dict[str, torch.Tensor] = torch.load(run / "last.pt", weights_only=True, map_location="cpu")[
+        "model"
+    ]
     return found
 
 
 def test_fp32_losses_are_those_of_the_cpu(data: Path, tmp_path: Path) -> None:
     for name, device in (("device", DEVICE), ("cpu", "cpu")):
         train(tmp_path, *small(data, name, "--precision", "fp32"), device=device)
-    found, expected = losses(tmp_path / "device"), losses(tmp_path / "cpu")
+    found = losses(tmp_path / "device")
+    expected = losses(tmp_path / "cpu")
     print(f"largest relative difference: {((found - expected).abs() / expected.abs()).max():.1e}")
     assert torch.allclose(found, expected, rtol=1e-3)
 
@@ -100,7 +131,9 @@ def test_fp32_losses_are_those_of_the_cpu(data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", *(["fp16"] if DEVICE != "cpu" else [])])
 def test_each_precision_learns_the_digits(precision: str, tmp_path: Path) -> None:
     train(tmp_path, "--epochs", "6", "--precision", precision, "--name", "digits")
-    score = float(list(csv.DictReader((tmp_path / "digits" / "results.csv").read_text().splitlines()))[-1]["map50"])
+    score = float(
+        list(csv.DictReader((tmp_path / "digits" / "results.csv").read_text().splitlines()))[-1]["map50"]
+    )
     print(f"{precision}: mAP50 {score:.3f} after 6 epochs")
     assert score > 0.6
 
@@ -119,7 +152,8 @@ def test_a_killed_run_resumes_bit_for_bit(data: Path, tmp_path: Path) -> None:
     text = train(tmp_path, *small(data, "cut", *exact, "--resume", "cut"))
     assert "resuming in epoch" in text
     assert torch.equal(losses(tmp_path / "cut"), losses(tmp_path / "whole"))
-    cut, whole = weights(tmp_path / "cut"), weights(tmp_path / "whole")
+    cut = weights(tmp_path / "cut")
+    whole = weights(tmp_path / "whole")
     assert all(torch.equal(cut[name], value) for name, value in whole.items())
 
 
@@ -151,7 +185,11 @@ def test_cached_images_give_the_same_training(data: Path, tmp_path: Path) -> Non
 
 
 #: Two ranks on one GPU, which NCCL refuses.
-SHARED: dict[str, Any] = {"ranks": 2, "device": "0" if DEVICE == "cuda" else DEVICE, "TRAINER_BACKEND": "gloo"}
+SHARED: dict[str, Any] = {
+    "ranks": 2,
+    "device": "0" if DEVICE == "cuda" else DEVICE,
+    "TRAINER_BACKEND": "gloo",
+}
 
 
 def test_two_ranks_on_one_gpu_have_the_losses_of_one_process(data: Path, tmp_path: Path) -> None:
@@ -177,7 +215,18 @@ def test_batch_norm_over_the_ranks_is_not_compiled(data: Path, tmp_path: Path) -
 @pytest.mark.skipif(not find_spec("pydantic"), reason="the launcher needs pydantic")
 def test_top_shows_what_a_launched_job_uses(clusterctl: Any, job_name: str, data: Path) -> None:
     job = ["--backend", "local", "--gpus", "1", "--device", DEVICE, "--name", job_name, "--detach"]
-    training = ["--data", str(data), "--cfg", "yolov5n.yaml", "--imgsz", "320", "--batch", "16", "--epochs", "10000"]
+    training = [
+        "--data",
+        str(data),
+        "--cfg",
+        "yolov5n.yaml",
+        "--imgsz",
+        "320",
+        "--batch",
+        "16",
+        "--epochs",
+        "10000",
+    ]
     clusterctl.expect(0, "launch", *job, "--", "train", *training, "--noval")
 
     def use() -> Any:
@@ -238,7 +287,9 @@ def interpreted(path: str) -> None:
         np.save(path, painter(pack(recipes(images, WARPED), images.image, None)).numpy())
 
 
-def test_the_kernel_has_the_values_of_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_has_the_values_of_the_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whose tests need no GPU. Its fused multiplications and additions are exact in recent versions of Triton only."""
     text = f"from tests.gpu.test_gpu import interpreted; interpreted({str(tmp_path / 'images.npy')!r})"
     subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True, timeout=400)
@@ -251,10 +302,17 @@ def test_the_kernel_has_the_values_of_the_interpreter(tmp_path: Path, monkeypatc
 
 
 @needs_gpu
-def test_the_painter_never_waits_and_compiles_one_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_painter_never_waits_and_compiles_one_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    painter, images = kernel_of(monkeypatch), Scenes()
-    batches = [recipes(images, hyp, shape, 4) for hyp in (Hyp(), WARPED) for shape in ((64, 64), (96, 160), (97, 131))]
+    painter = kernel_of(monkeypatch)
+    images = Scenes()
+    batches = [
+        recipes(images, hyp, shape, 4)
+        for hyp in (Hyp(), WARPED)
+        for shape in ((64, 64), (96, 160), (97, 131))
+    ]
     paintings = [pack(made, images.image, None).pin_memory() for made in batches]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")  # a wait is an error
@@ -279,7 +337,11 @@ def test_resident_sources_give_the_same_images(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_images_that_stay_on_the_device_give_the_same_losses(data: Path, tmp_path: Path) -> None:
-    for name, more in (("none", ["--workers", "0"]), ("auto", ["--workers", "0"]), ("auto", ["--workers", "2"])):
+    for name, more in (
+        ("none", ["--workers", "0"]),
+        ("auto", ["--workers", "0"]),
+        ("auto", ["--workers", "2"]),
+    ):
         name_of_run = f"{name}{more[-1]}"
         text = train(tmp_path, *small(data, name_of_run, "--deterministic", "--cache", name, *more))
         assert ("images stay on" in text) == (name == "auto")
@@ -289,7 +351,9 @@ def test_images_that_stay_on_the_device_give_the_same_losses(data: Path, tmp_pat
 @several
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
 def test_ranks_have_the_losses_of_one_process(strategy: str, data: Path, tmp_path: Path) -> None:
-    more = ["--micro-batches", "1"] if strategy == "pipeline" else ["--sync-bn"]  # batch norm over the whole batch
+    more = (
+        ["--micro-batches", "1"] if strategy == "pipeline" else ["--sync-bn"]
+    )  # batch norm over the whole batch
     train(tmp_path, *small(data, "one", "--precision", "fp32"))
     train(tmp_path, *small(data, "many", "--precision", "fp32", "--parallel", strategy, *more), ranks=2)
     assert torch.allclose(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=1e-3)

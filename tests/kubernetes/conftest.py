@@ -32,7 +32,9 @@ class Kubectl:
     def attempt(self, *arguments, user="admin", text="", timeout_s=60):
         """Return the exit code and the output. `text` is the standard input."""
         argv = self.argv(*arguments, user=user)
-        done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            argv, input=text, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
         return done.returncode, done.stdout + done.stderr
 
     def __call__(self, *arguments, user="admin", text="", timeout_s=60):
@@ -86,6 +88,8 @@ def nothing_left(kubectl):
     wait_until(lambda: not kubectl(*find), timeout_s=30)
     if left := kubectl(*find):
         force = ("--grace-period=0", "--force")
-        for namespace in kubectl("get", "namespaces", "--output", "jsonpath={.items[*].metadata.name}").split():
+        for namespace in kubectl(
+            "get", "namespaces", "--output", "jsonpath={.items[*].metadata.name}"
+        ).split():
             kubectl("delete", KINDS, "--namespace", namespace, "--selector", OURS, *force)
     assert not left

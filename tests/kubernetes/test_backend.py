@@ -89,7 +89,9 @@ def start(kubectl, tmp_path, monkeypatch):
     runs = []
     monkeypatch.setenv("PATH", f"{kubectl.folder}:{os.environ['PATH']}")
 
-    def call(name, *, user="ada", nap_s=0, options=None, attempt=1, code=None, secrets=None, check=True, **fields):
+    def call(
+        name, *, user="ada", nap_s=0, options=None, attempt=1, code=None, secrets=None, check=True, **fields
+    ):
         monkeypatch.setenv("KUBECONFIG", str(kubectl.kubeconfig(user)))
         settings = {
             "command": ("--no-python", "python3", "-c", WRITES),
@@ -138,7 +140,8 @@ def test_two_nodes_train_and_the_results_come_back(start, tmp_path):
 
 
 def test_code_data_and_secrets_arrive_and_changed_files_come_back(start, tmp_path, kubectl):
-    code, data = tmp_path / "code", tmp_path / "data"
+    code = tmp_path / "code"
+    data = tmp_path / "data"
     (code / "below").mkdir(parents=True)
     data.mkdir()
     (data / "value.txt").write_text("17")
@@ -147,7 +150,9 @@ def test_code_data_and_secrets_arrive_and_changed_files_come_back(start, tmp_pat
     (code / "main.py").write_text(f"{text}\nopen('below/new.txt', 'w').write('new')")
     mounts = (Mount(str(data), str(data), synced=True),)
     fields = {"command": ("main.py",), "workdir": str(code), "copies_workdir": True, "mounts": mounts}
-    run = start("files", code={"main.py": 1, "below/kept.txt": 1}, secrets={"TOKEN": "s3cret-value"}, **fields)
+    run = start(
+        "files", code={"main.py": 1, "below/kept.txt": 1}, secrets={"TOKEN": "s3cret-value"}, **fields
+    )
     assert run.until_ended().verdict == "done", run.said
     assert ("node-0", "data 17 secret 12") in run.log
     manifest = kubectl("get", "pods,configmaps", "--namespace", "ada", "--output", "json")
@@ -175,7 +180,9 @@ def test_a_pod_has_the_fields_of_the_section_and_runs_beside_a_sidecar(start, ku
         assert {("node-0", "hub 12"), ("node-1", "hub 12")} <= {*run.log}
         (pod, other) = (f"fields-a1-{rank}" for rank in range(2))
         assert {node_of(kubectl, each) for each in (pod, other)} == {"n1", "n2"}  # they are spread
-        names = kubectl("get", "pod", pod, "--namespace=ada", "--output", "jsonpath={.spec.containers[*].name}")
+        names = kubectl(
+            "get", "pod", pod, "--namespace=ada", "--output", "jsonpath={.spec.containers[*].name}"
+        )
         assert names.split() == ["node", "proxy"]
         assert run.end() == []
         gone = {"name": "A", "valueFrom": {"secretKeyRef": {"name": "nope", "key": "a"}}}
@@ -220,7 +227,9 @@ def test_an_image_that_will_not_come_ends_the_attempt(start, image, words):
 def test_a_killed_container_is_reported_with_its_signal(start, kubectl):
     run = start("killed", nap_s=600).until_joined()
     pod = f"{run.plan.job_id}-a1-1"
-    script = "import os; [os.kill(int(pid), 9) for pid in os.listdir('/proc') if pid.isdigit() and int(pid) > 1]"
+    script = (
+        "import os; [os.kill(int(pid), 9) for pid in os.listdir('/proc') if pid.isdigit() and int(pid) > 1]"
+    )
     kubectl.attempt("exec", pod, "--namespace", "ada", "--container", "node", "--", "python3", "-c", script)
     run.until_ended()
     assert run.verdict == "failed"
@@ -279,7 +288,9 @@ def test_a_restart_waits_for_its_quota(start, fault):
 
 
 def test_missing_rights_are_listed(start):
-    with pytest.raises(UsageError, match="missing permissions in the namespace bob: create, get, list, delete pods"):
+    with pytest.raises(
+        UsageError, match="missing permissions in the namespace bob: create, get, list, delete pods"
+    ):
         start("rights", options={"namespace": "bob"})
 
 
@@ -303,7 +314,8 @@ def test_a_name_in_use_is_refused_and_gc_removes_a_launch_by_its_id(start, tmp_p
     run = start("name", nap_s=600)
     with pytest.raises(NameTakenError, match="a job name already exists"):
         start("name", run_root=str(tmp_path / "other"))
-    backend, queue = run.backend, run.job.queue
+    backend = run.backend
+    queue = run.job.queue
     cluster = Inventory((queue.login,), backend.name, is_assigned=True, settings=queue.settings)
     (found,) = backend.jobs_on(cluster, ())[backend.name]
     assert (found.job, found.launch_id, found.is_own, found.runs) == ("name", run.job.launch_id, True, True)
@@ -378,7 +390,9 @@ def missed(kubectl):
         pod = json.loads(kubectl("get", "pod", "missed-a1-0", "--namespace", "ada", "--output", "json"))
         container = {"name": "node", "image": "pause:0.1", "imageID": "", "ready": False, "restartCount": 0}
         pod["status"] = {"phase": phase, "containerStatuses": [{**container, "state": state}]}
-        kubectl("replace", "--raw", "/api/v1/namespaces/ada/pods/missed-a1-0/status", "-f-", text=json.dumps(pod))
+        kubectl(
+            "replace", "--raw", "/api/v1/namespaces/ada/pods/missed-a1-0/status", "-f-", text=json.dumps(pod)
+        )
 
     yield has
     kubectl("delete", "node", "ghost")

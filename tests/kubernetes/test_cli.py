@@ -23,7 +23,11 @@ if os.environ["RANK"] == "0": open("new.txt", "w").write("new")
 def clusterctl(kubectl, tmp_path):
     """Run clusterctl as ada; return its exit code and output."""
     path = f"{kubectl.folder}:{os.environ['PATH']}"
-    more = {"PATH": path, "KUBECONFIG": str(kubectl.kubeconfig("ada")), "XDG_STATE_HOME": str(tmp_path / "state")}
+    more = {
+        "PATH": path,
+        "KUBECONFIG": str(kubectl.kubeconfig("ada")),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+    }
     env = {**os.environ, **more, "TOKEN": "s3cret-value"}
 
     def run(*words):
@@ -57,12 +61,26 @@ def test_a_job_from_init_to_its_results(clusterctl, kubectl, tmp_path):
 
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "wait.py").write_text(PROGRAM)
-    words = ("--nodes", "2", "--name", "cli", "--workdir", "code", "--command", "wait.py", "-e", "TOKEN", "--detach")
+    words = (
+        "--nodes",
+        "2",
+        "--name",
+        "cli",
+        "--workdir",
+        "code",
+        "--command",
+        "wait.py",
+        "-e",
+        "TOKEN",
+        "--detach",
+    )
     code, text = clusterctl("launch", *words)
     assert code == 0, text
     assert wait_until(lambda: clusterctl("logs", "cli")[1].count("token has 12") == 2, timeout_s=120)
     assert "cli is running: pods: 2" in clusterctl("gc")[1]
-    assert "s3cret-value" not in kubectl("get", "pods,configmaps,events", "--namespace", "ada", "--output", "yaml")
+    assert "s3cret-value" not in kubectl(
+        "get", "pods,configmaps,events", "--namespace", "ada", "--output", "yaml"
+    )
     code, text = clusterctl("exec", "cli", "--node", "1", "--", "sh", "-c", "exit 7")
     assert code == 7, text
     code, text = clusterctl("exec", "cli", "--all", "--", "touch", "end")

@@ -146,7 +146,10 @@ def test_two_pods_behind_a_headless_service_reduce_a_tensor_with_torch(kubectl, 
     ]
     create(service, code, *pods)
     phases = wait_until(
-        lambda: {phase("run1-0"), phase("run1-1")} <= {"Succeeded", "Failed"} and (phase("run1-0"), phase("run1-1")),
+        lambda: (
+            {phase("run1-0"), phase("run1-1")} <= {"Succeeded", "Failed"}
+            and (phase("run1-0"), phase("run1-1"))
+        ),
         240,
     )
     logs = kubectl("logs", "run1-0", user="ada") + kubectl("logs", "run1-1", user="ada")
@@ -166,7 +169,8 @@ def test_every_user_id_writes_into_the_claim_that_all_nodes_share(kubectl, creat
     at = [("runs", "/runs")]
     seen = ""
     for number, (node, uid) in enumerate((("n0", 1000), ("n1", 0), ("n2", 1234))):
-        name, line = f"writer-{number}", f"{node} {uid}"
+        name = f"writer-{number}"
+        line = f"{node} {uid}"
         write = f"cat /runs/log-*; rm -f /runs/log-{number}; echo {line} >/runs/log-{number}"
         create(pod(name, "sh", "-c", write, node=node, uid=uid, volumes=claim, mounts=at))
         assert wait_until(lambda name=name: phase(name) in ("Succeeded", "Failed"), 60)
@@ -271,12 +275,17 @@ def test_down_removes_every_trace_from_the_hosts_and_up_starts_again(kubectl, cr
     try:
         found = {
             host: subprocess.run(
-                ["docker", "exec", f"{NAME}-{host}", "sh", "-c", traces], capture_output=True, text=True, check=True
+                ["docker", "exec", f"{NAME}-{host}", "sh", "-c", traces],
+                capture_output=True,
+                text=True,
+                check=True,
             ).stdout
             for host in ("n0", "n1", "n2")
         }
     finally:
         script("kubernetes/up.sh")
-    words = r".*(?:KUBE|kube|cni0|/cni|dockershim|10\.244\.|kmsg|pause|proc/sys/vm|sleeper|route_localnet = 1).*"
+    words = (
+        r".*(?:KUBE|kube|cni0|/cni|dockershim|10\.244\.|kmsg|pause|proc/sys/vm|sleeper|route_localnet = 1).*"
+    )
     assert [re.findall(words, text) for text in found.values()] == [[], [], []]
     assert kubectl("get", "pods", "--all-namespaces") == "No resources found"

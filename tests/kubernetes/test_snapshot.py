@@ -86,7 +86,9 @@ def test_a_snapshot_in_the_working_directory_survives_the_loss_of_a_pod(clusterc
     code, text = clusterctl("attach", "cli")
     assert code == 0, text
     assert "its pod was deleted" in (tmp_path / "runs/cli/supervisor.log").read_text()
-    resumed = [int(epoch) for epoch in re.findall(r"resuming after epoch (\d+)", clusterctl("logs", "cli")[1])]
+    resumed = [
+        int(epoch) for epoch in re.findall(r"resuming after epoch (\d+)", clusterctl("logs", "cli")[1])
+    ]
     assert len(resumed) == 4  # each rank
     assert len(set(resumed)) == 1
     assert resumed[0] >= 4

@@ -27,7 +27,8 @@ class Project:
 
     def __init__(self, folder, testbed, inventory, env=()):
         folder.mkdir()
-        self.clusterctl, self.testbed = Clusterctl(folder), testbed
+        self.clusterctl = Clusterctl(folder)
+        self.testbed = testbed
         self.clusterctl.env |= dict(env)
         shutil.copy(TICKS, folder)
         (folder / "cluster.yaml").write_text(yaml.safe_dump({"device": "cpu", **inventory}))
@@ -58,7 +59,9 @@ class Project:
         finally:
             self.clusterctl.env["CLUSTERCTL_STATE_DIR"] = before
         assert code == 0, text
-        return json.loads(text[text.index("[") :])  # lines of stderr come first, such as what a long wait is for
+        return json.loads(
+            text[text.index("[") :]
+        )  # lines of stderr come first, such as what a long wait is for
 
     def orphans_of_doctor(self):
         code, text = self.clusterctl.run("doctor", "--json", timeout_s=240)
@@ -88,7 +91,12 @@ def projects(kubectl, testbed, tmp_path):
         host.run(f"rm -rf /data/*-three {RUNS}/{NAME}; install -d -o ada /data/ada-three")
     testbed["n0"].run('until [ -z "$(squeue -h -u ada)" ]; do sleep 0.5; done')
     testbed["n0"].run(f"install -d -o ada -g ada /shared/ada {Path(RUNS).parent} {RUNS}")
-    login = {"login": "ada@n0", "run_dir": RUNS, "data_dir": "/shared/ada/clusterctl/data", "runtime": "apptainer"}
+    login = {
+        "login": "ada@n0",
+        "run_dir": RUNS,
+        "data_dir": "/shared/ada/clusterctl/data",
+        "runtime": "apptainer",
+    }
     slurm = {"backend": "slurm", "image": SIF, "slurm": {"partition": "gpu", "time": "20:00"}}
     slurm |= {"ssh_config": str(testbed.ssh_config), "nodes": {"login": login}}
     cloud = {"backend": "kubernetes", "image": DEFAULT_IMAGE}
@@ -101,7 +109,9 @@ def projects(kubectl, testbed, tmp_path):
         "kubernetes as ada": Project(tmp_path / "kubernetes", testbed, cloud, env.items()),
     }
     if testbed["n0"].try_run(f"test -e {SIF}")[0]:
-        made["slurm as ada"].clusterctl.expect(0, "image", "sif", "--image", DEFAULT_IMAGE, SIF, timeout_s=480)
+        made["slurm as ada"].clusterctl.expect(
+            0, "image", "sif", "--image", DEFAULT_IMAGE, SIF, timeout_s=480
+        )
     yield made
     for project in made.values():
         project.clusterctl.run("stop", NAME, "--grace", "0s")
@@ -142,6 +152,11 @@ def test_gc_removes_a_running_job_by_its_name_only_on_its_own_backend(projects):
     while left:
         who = left.pop()
         removed = projects[who].gc("--job", NAME, "--yes")
-        assert {row["launch_id"] for row in removed if row["removed"]} == {projects[who].launch_id}, (who, removed)
+        assert {row["launch_id"] for row in removed if row["removed"]} == {projects[who].launch_id}, (
+            who,
+            removed,
+        )
         assert wait_until(lambda who=who: not any(projects[who].processes().values()), timeout_s=30), who
-        assert {other: projects[other].processes() for other in left} == {other: ranks[other] for other in left}
+        assert {other: projects[other].processes() for other in left} == {
+            other: ranks[other] for other in left
+        }

@@ -37,7 +37,9 @@ class Host:
 
     def try_run(self, command, user="root", timeout_s=60):
         """Return the exit code and the output; 255 if the host does not answer."""
-        done = subprocess.run(self.ssh(command, user), capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            self.ssh(command, user), capture_output=True, text=True, timeout=timeout_s, check=False
+        )
         return done.returncode, done.stdout + done.stderr
 
     def run(self, command, user="root", timeout_s=60):

@@ -211,7 +211,9 @@ def test_link_is_measured_inside_the_image(inventory, image_on_hosts, testbed):
         assert testbed[name].run("docker ps -aq --filter label=CLUSTER_JOB_ID") == ""
 
 
-def test_ctrl_c_during_the_link_measurement_leaves_no_containers(inventory, image_on_hosts, testbed, tmp_path):
+def test_ctrl_c_during_the_link_measurement_leaves_no_containers(
+    inventory, image_on_hosts, testbed, tmp_path
+):
     nodes = "".join(f"  {node.name}: {{address: {node.address}}}\n" for node in inventory.machines)
     text = f"ssh_config: {testbed.ssh_config}\ndevice: cpu\nimage: {image_on_hosts}\n"
     text += f"defaults: {{runtime: docker, run_dir: /root/runs, data_dir: /root/data}}\nnodes:\n{nodes}"

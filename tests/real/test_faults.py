@@ -24,7 +24,8 @@ class Cluster:
     """One folder with a cluster.yaml of the three hosts and a small data set that they all have."""
 
     def __init__(self, clusterctl, testbed, run_dir="/root/clusterctl/runs"):
-        self.clusterctl, self.testbed = clusterctl, testbed
+        self.clusterctl = clusterctl
+        self.testbed = testbed
         self.folder = clusterctl.folder
         self.processes = []
         clusterctl.env["CLUSTERCTL_STATE_DIR"] = f"{self.folder}-records"
@@ -45,10 +46,28 @@ class Cluster:
 
     def launch(self, job, *options, epochs=20):
         """Start training on two nodes; 8 steps an epoch, a checkpoint every third."""
-        arguments = ["--data", str(self.data), "--cfg", str(self.folder / "set" / "tiny.yaml"), "--imgsz", "64"]
+        arguments = [
+            "--data",
+            str(self.data),
+            "--cfg",
+            str(self.folder / "set" / "tiny.yaml"),
+            "--imgsz",
+            "64",
+        ]
         arguments += ["--batch", "4", "--epochs", str(epochs), "--workers", "0", "--save-every", "3steps"]
         arguments += ["--noval", "--seed", "1", "--stall-timeout", "20"]
-        command = ["launch", "--name", job, "--nodes", "2", "--gpus", "1", "--env", "OMP_NUM_THREADS=1", *options]
+        command = [
+            "launch",
+            "--name",
+            job,
+            "--nodes",
+            "2",
+            "--gpus",
+            "1",
+            "--env",
+            "OMP_NUM_THREADS=1",
+            *options,
+        ]
         self.process = self.clusterctl.start(*command, "--", "train", *arguments)
         self.processes.append(self.process)
         self.job = job
@@ -135,14 +154,26 @@ FAULTS = {
     ),
     # SIGTERM to its containers, so the ranks write a checkpoint; the host may be unavailable while the engine starts
     "the engine is restarted": (restart_engine, r"stopped by SIGTERM after a checkpoint", "n0, n[12]"),
-    "a host is killed": (lambda cluster: cluster.testbed.fault("kill", "n1"), r"n1: .*not answered", "n0, n2"),
+    "a host is killed": (
+        lambda cluster: cluster.testbed.fault("kill", "n1"),
+        r"n1: .*not answered",
+        "n0, n2",
+    ),
     "the master's host is killed": (
         lambda cluster: cluster.testbed.fault("kill", "n0"),
         r"n0: .*not answered",
         "n2, n1",
     ),
-    "a host freezes": (lambda cluster: cluster.testbed.fault("freeze", "n1"), r"n1: .*not answered", "n0, n2"),
-    "a host is cut off": (lambda cluster: cluster.testbed.fault("cut", "n1"), r"n1: .*not answered", "n0, n2"),
+    "a host freezes": (
+        lambda cluster: cluster.testbed.fault("freeze", "n1"),
+        r"n1: .*not answered",
+        "n0, n2",
+    ),
+    "a host is cut off": (
+        lambda cluster: cluster.testbed.fault("cut", "n1"),
+        r"n1: .*not answered",
+        "n0, n2",
+    ),
 }
 
 
@@ -166,7 +197,9 @@ def test_a_job_restarts_after(fault, cluster, undisturbed):
     assert cluster.process.wait(30) == 0, text
     assert re.search(message + r".*; restart 1 of 3", text), text
     assert re.search(f"attempt 2 on {nodes}", text), text
-    print(f"FAULT {fault}: done in {acted_s:.1f} s, seen after {seen_s:.1f} s, next attempt after {again_s:.1f} s")
+    print(
+        f"FAULT {fault}: done in {acted_s:.1f} s, seen after {seen_s:.1f} s, next attempt after {again_s:.1f} s"
+    )
     assert same(cluster.weights(), undisturbed)
     cluster.testbed.fault("heal")
     cluster.wait_until_all_have_ended()
@@ -234,7 +267,11 @@ def test_a_detached_job_is_restarted_after_the_log_out(cluster, undisturbed):
     for words in (["ps", "--all"], ["status", "ft-night"]):
         print(cluster.clusterctl.run(*words)[1])
     report = (cluster.folder / "runs" / "ft-night" / "report.html").read_text()
-    print(re.sub(r"\n\s*\n+", "\n", re.sub("<[^>]*>", "\n", report.partition("<h1>")[2].partition("<h2>Curves")[0])))
+    print(
+        re.sub(
+            r"\n\s*\n+", "\n", re.sub("<[^>]*>", "\n", report.partition("<h1>")[2].partition("<h2>Curves")[0])
+        )
+    )
     status = cluster.clusterctl.run("status", "ft-night")[1]
     assert re.search(r"n1: exit 137 \(killed\); restart 1 of 3", status), status
     assert "attempt 2 on n0, n1" in report
@@ -313,7 +350,8 @@ def test_a_second_launch_on_the_same_gpus_is_refused_with_the_name_of_the_first(
     cluster.launch("ft-first", "--gpus", "2", epochs=50)
     while not cluster.log("n1"):
         time.sleep(0.1)
-    first, cluster.job = cluster.process, "ft-second"
+    first = cluster.process
+    cluster.job = "ft-second"
     cluster.launch("ft-second", "--gpus", "2")
     code, text = cluster.end(60)
     assert code == 2, text

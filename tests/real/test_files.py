@@ -52,7 +52,11 @@ def test_three_machines_have_the_same_files_and_one_that_differs_is_named(testbe
     with pytest.raises(ClusterError) as differs:
         files.check(nodes, [str(folder)])
     assert differs.value.message == f"n2: {folder} differs: 1 file different (images/it's 7.jpg)"
-    assert {name: each.files for name, each in files.sync(nodes, str(folder)).items()} == {"n0": 0, "n1": 0, "n2": 1}
+    assert {name: each.files for name, each in files.sync(nodes, str(folder)).items()} == {
+        "n0": 0,
+        "n1": 0,
+        "n2": 1,
+    }
     files.check(nodes, [str(folder)])
 
 

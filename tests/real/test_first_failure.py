@@ -17,7 +17,9 @@ from tests.unit.yolo_folder import make_yolo_set
 
 __all__ = ["sif"]
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300, func_only=True)]  # a fixture makes the SIF file
-TRAIN = "trainer train --data {data} --cfg {cfg} --imgsz 64 --batch 4 --epochs 50 --workers 0 --noval --seed 1"
+TRAIN = (
+    "trainer train --data {data} --cfg {cfg} --imgsz 64 --batch 4 --epochs 50 --workers 0 --noval --seed 1"
+)
 LINE = re.compile(r"(n|node-)\d( on \w+)?: (rank|exit \d|lost)")
 
 
@@ -59,7 +61,12 @@ def limit_memory(run, engine_of, job, node):
 @pytest.mark.parametrize(("program", "rank", "how"), CASES)
 def test_over_ssh_in_docker(program, rank, how, clusterctl, testbed, image_on_hosts, folder, job_name):
     nodes = {
-        name: {"address": testbed[name].address, "gpus": 2, "runtime": "docker", "run_dir": "/root/clusterctl/runs"}
+        name: {
+            "address": testbed[name].address,
+            "gpus": 2,
+            "runtime": "docker",
+            "run_dir": "/root/clusterctl/runs",
+        }
         | {"data_dir": "/root/clusterctl/data"}
         for name in ("n0", "n1")
     }
@@ -67,7 +74,16 @@ def test_over_ssh_in_docker(program, rank, how, clusterctl, testbed, image_on_ho
     (folder / "cluster.yaml").write_text(yaml.safe_dump(described))
     clusterctl.folder = folder
     assert clusterctl.run("sync", ".")[0] == 0
-    launch = ["launch", "--name", job_name, "--nodes", "2", "--gpus", "2", *command(folder, program, rank, how)]
+    launch = [
+        "launch",
+        "--name",
+        job_name,
+        "--nodes",
+        "2",
+        "--gpus",
+        "2",
+        *command(folder, program, rank, how),
+    ]
     process = clusterctl.start(*launch)
     if how == "oom":
         host = f"n{rank // 2}"
@@ -84,7 +100,16 @@ def test_under_slurm_in_apptainer(rank, how, program, clusterctl, testbed, sif, 
     clusterctl.folder = folder
     slurm = Slurm(clusterctl, testbed)
     assert clusterctl.run("sync", ".")[0] == 0
-    launch = ["launch", "--name", job_name, "--nodes", "2", "--gpus", "2", *command(folder, program, rank, how)]
+    launch = [
+        "launch",
+        "--name",
+        job_name,
+        "--nodes",
+        "2",
+        "--gpus",
+        "2",
+        *command(folder, program, rank, how),
+    ]
     code, text = clusterctl.run(*launch, timeout_s=200)
     assert code == 1, text
     slurm.login.run(f"rm -rf {HOME}/runs/{job_name}; rm -f {folder}/cluster.yaml")

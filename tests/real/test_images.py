@@ -33,7 +33,8 @@ class Image:
     """An image of this machine: an incompressible base, and a last layer with our code."""
 
     def __init__(self, folder, megabytes):
-        self.name, self.folder = f"clusterctl-test-{uuid.uuid4().hex[:8]}:1", folder
+        self.name = f"clusterctl-test-{uuid.uuid4().hex[:8]}:1"
+        self.folder = folder
         (folder / "base").write_bytes(os.urandom(megabytes << 20))
         tar = subprocess.run(["tar", "-c", "-C", folder, "base"], capture_output=True, check=True).stdout
         self.base = docker("import", "-", self.name.replace(":1", ":base"), stdin=tar)
@@ -44,7 +45,9 @@ class Image:
     def build(self, text):
         """Build with a changed line of code and return the image's id."""
         (self.folder / "code").write_text(text)
-        (self.folder / "Dockerfile").write_text(f"FROM {self.name.replace(':1', ':base')}\nCOPY code /code\nCMD x\n")
+        (self.folder / "Dockerfile").write_text(
+            f"FROM {self.name.replace(':1', ':base')}\nCOPY code /code\nCMD x\n"
+        )
         docker("build", "--quiet", "--tag", self.name, str(self.folder))
         self.ids.append(docker("image", "inspect", "--format", "{{.Id}}", self.name))
         return self.ids[-1]
@@ -74,7 +77,9 @@ def make_image(tmp_path, testbed):
     yield make
     testbed.fault("heal")
     for image in made:
-        subprocess.run(["docker", "image", "rm", "--force", *image.ids, image.base], capture_output=True, check=False)
+        subprocess.run(
+            ["docker", "image", "rm", "--force", *image.ids, image.base], capture_output=True, check=False
+        )
         for name in ("n0", "n1"):
             testbed[name].try_run(f"docker image rm {image.name}; rm -rf {LAYERS} ~ada/.cache/clusterctl")
 
@@ -84,7 +89,16 @@ def push(clusterctl, testbed):
     """Return a function that runs `clusterctl image push`, or starts it in the background."""
 
     def run(image, hosts, *options, start=False):
-        argv = ["image", "push", "--image", image.name, "--hosts", hosts, "--ssh-config", str(testbed.ssh_config)]
+        argv = [
+            "image",
+            "push",
+            "--image",
+            image.name,
+            "--hosts",
+            hosts,
+            "--ssh-config",
+            str(testbed.ssh_config),
+        ]
         return clusterctl.start(*argv, *options) if start else clusterctl.run(*argv, *options)
 
     return run
@@ -124,8 +138,13 @@ def test_after_a_changed_line_only_the_last_layer_is_sent(make_image, push, test
         assert 0 < pushed["sent"] < 0.02 * pushed["size"]
         assert image.id_on(testbed[name]) == new
         assert image.code_on(testbed[name]) == "second"
-        assert testbed[name].try_run(f"docker image inspect {old}")[0] != 0, "the replaced image is still there"
-        assert testbed[name].run(f"find {LAYERS} ~ada/.cache/clusterctl/layers-* -type f 2>/dev/null || true") == ""
+        assert testbed[name].try_run(f"docker image inspect {old}")[0] != 0, (
+            "the replaced image is still there"
+        )
+        assert (
+            testbed[name].run(f"find {LAYERS} ~ada/.cache/clusterctl/layers-* -type f 2>/dev/null || true")
+            == ""
+        )
     code, text = push(image, "n0,ada@n1")
     assert code == 0
     assert text.count("already") == 2
@@ -153,7 +172,9 @@ def test_interrupted_push_resumes(make_image, push, testbed, slow_rsync):
 def test_full_disk_on_one_node_does_not_stop_the_others(make_image, push, testbed):
     image = make_image(10)
     folder = "~ada/.cache/clusterctl"
-    testbed["n1"].run(f"install -d -o ada ~ada/.cache {folder} && mount -t tmpfs -o size=1m,uid=ada none {folder}")
+    testbed["n1"].run(
+        f"install -d -o ada ~ada/.cache {folder} && mount -t tmpfs -o size=1m,uid=ada none {folder}"
+    )
     try:
         code, text = push(image, "n0,ada@n1", "--json")
         assert code == 3, text
@@ -228,7 +249,8 @@ def test_without_local_zstd_layers_use_gzip(make_image, push, testbed, clusterct
 def test_unreadable_layers_send_the_whole_image(make_image, testbed, monkeypatch):
     # A user who is not root reads them in a container of the image, and this image has no Python.
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    image, notes = make_image(5), []
+    image = make_image(5)
+    notes = []
     node = Machine("n0", "", login="n0", runtime="", ssh_config=str(testbed.ssh_config))
     pushed = images.push([node], image.name, notes.append, lambda *_: None)
     close_all()
@@ -237,13 +259,22 @@ def test_unreadable_layers_send_the_whole_image(make_image, testbed, monkeypatch
     assert image.id_on(testbed["n0"]) == image.ids[0]
 
 
-def test_the_sites_network_variables_enter_the_container_unless_forbidden(clusterctl, testbed, image_on_hosts):
-    node = {"address": testbed["n1"].address, "runtime": "docker", "run_dir": "/data/runs", "data_dir": "/data/files"}
+def test_the_sites_network_variables_enter_the_container_unless_forbidden(
+    clusterctl, testbed, image_on_hosts
+):
+    node = {
+        "address": testbed["n1"].address,
+        "runtime": "docker",
+        "run_dir": "/data/runs",
+        "data_dir": "/data/files",
+    }
     inventory = {"ssh_config": str(testbed.ssh_config), "device": "cpu", "nodes": {"n1": node}}
     (clusterctl.folder / "show.py").write_text(
         "import os\nprint(sorted(n for n in os.environ if n[:4] in ('NCCL', 'UCX_')))"
     )
-    testbed["n1"].run("cp .bashrc .bashrc.kept; sed -i '1i export NCCL_IB_HCA=mlx5 UCX_TLS=tcp SITE=x' .bashrc")
+    testbed["n1"].run(
+        "cp .bashrc .bashrc.kept; sed -i '1i export NCCL_IB_HCA=mlx5 UCX_TLS=tcp SITE=x' .bashrc"
+    )
     try:
         for more, names in (
             ({}, "['NCCL_IB_HCA', 'NCCL_SOCKET_IFNAME', 'UCX_TLS']"),

@@ -17,7 +17,9 @@ def test_the_address_is_the_one_of_the_common_network_and_the_engine_is_found(te
     made = schema.read(file, "cluster.yaml", BACKENDS)
     assert [node.address for node in made.machines] == [host.address for host in testbed.hosts.values()]
     assert {node.runtime for node in made.machines} == {"docker"}
-    assert {node.run_dir for node in made.machines} == {testbed["n0"].run("echo $HOME", user) + "/clusterctl/runs"}
+    assert {node.run_dir for node in made.machines} == {
+        testbed["n0"].run("echo $HOME", user) + "/clusterctl/runs"
+    }
     assert made.device == "cpu"
     for host in testbed.hosts.values():
         assert "docker0" in host.run("ip -o addr show docker0")

@@ -67,7 +67,8 @@ def tickets(testbed, host="n0"):
 
 
 def test_ten_launches_get_gpus_in_their_order_and_none_twice(users, testbed):
-    arrived, has_ended = {}, threading.Event()
+    arrived = {}
+    has_ended = threading.Event()
 
     def watch():
         while not has_ended.wait(0.2):
@@ -89,7 +90,9 @@ def test_ten_launches_get_gpus_in_their_order_and_none_twice(users, testbed):
         record = json.loads((users[k % 2].folder / "records" / f"queued-{k}.json").read_text())
         gpus = [(node["name"], gpu) for node in record["plan"]["nodes"] for gpu in node["gpus"]]
         assert len(gpus) == size[0] * size[1]
-        began, ended = ([float(at) for at in re.findall(rf"{word} ([\d.]+)", text)] for word in ("began", "ended"))
+        began, ended = (
+            [float(at) for at in re.findall(rf"{word} ([\d.]+)", text)] for word in ("began", "ended")
+        )
         assert len(began) == len(ended) == len(gpus)
         jobs.append((arrived[f"queued-{k}"], f"queued-{k}", gpus, min(began), max(ended)))
     jobs.sort()
@@ -115,7 +118,9 @@ def test_ten_launches_get_gpus_in_their_order_and_none_twice(users, testbed):
             )
             >= nodes
         )
-        assert jobs[k][3] - fits_at < PATIENCE_S, f"{jobs[k][1]} would fit {jobs[k][3] - fits_at:.1f} s earlier"
+        assert jobs[k][3] - fits_at < PATIENCE_S, (
+            f"{jobs[k][1]} would fit {jobs[k][3] - fits_at:.1f} s earlier"
+        )
 
 
 def test_a_killed_launcher_leaves_the_queue_and_ctrl_c_too(users, testbed):

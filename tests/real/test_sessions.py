@@ -33,7 +33,12 @@ def check(clusterctl, job, nodes):
 
 def test_over_ssh_in_docker(clusterctl, testbed, image_on_hosts, job_name):
     machines = {
-        name: {"address": testbed[name].address, "gpus": 1, "runtime": "docker", "run_dir": "/root/clusterctl/runs"}
+        name: {
+            "address": testbed[name].address,
+            "gpus": 1,
+            "runtime": "docker",
+            "run_dir": "/root/clusterctl/runs",
+        }
         for name in ("n0", "n1")
     }
     described = {"ssh_config": str(testbed.ssh_config), "device": "cpu", "nodes": machines}

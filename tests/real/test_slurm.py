@@ -29,7 +29,9 @@ class Slurm:
     """A folder with a cluster.yaml of the testbed's Slurm, and a small data set that is there."""
 
     def __init__(self, clusterctl, testbed):
-        self.clusterctl, self.testbed, self.folder = clusterctl, testbed, clusterctl.folder
+        self.clusterctl = clusterctl
+        self.testbed = testbed
+        self.folder = clusterctl.folder
         self.login = testbed["n0"]
         self.processes = []
         clusterctl.env["CLUSTERCTL_STATE_DIR"] = f"{self.folder}-records"
@@ -58,9 +60,27 @@ class Slurm:
         return self
 
     def words(self, verb, job, *options, gpus=1, epochs=20):
-        arguments = ["--data", str(self.data), "--cfg", str(self.folder / "set" / "tiny.yaml"), "--imgsz", "64"]
+        arguments = [
+            "--data",
+            str(self.data),
+            "--cfg",
+            str(self.folder / "set" / "tiny.yaml"),
+            "--imgsz",
+            "64",
+        ]
         arguments += ["--batch", "4", "--epochs", str(epochs), "--workers", "0", "--noval", "--seed", "1"]
-        command = [verb, "--name", job, "--nodes", "2", "--gpus", str(gpus), "--env", "OMP_NUM_THREADS=1", *options]
+        command = [
+            verb,
+            "--name",
+            job,
+            "--nodes",
+            "2",
+            "--gpus",
+            str(gpus),
+            "--env",
+            "OMP_NUM_THREADS=1",
+            *options,
+        ]
         return [*command, "--", "train", *arguments]
 
     def launch(self, job, *options, **more):
@@ -133,7 +153,9 @@ def slurm(clusterctl, testbed, sif):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, testbed, sif):
     """The weights of a run without faults."""
-    made = Slurm(Clusterctl(tmp_path_factory.mktemp("undisturbed")), testbed).with_data().launch("undisturbed")
+    made = (
+        Slurm(Clusterctl(tmp_path_factory.mktemp("undisturbed")), testbed).with_data().launch("undisturbed")
+    )
     code, text = made.end()
     assert code == 0, text
     made.process.stdout.close()
@@ -160,7 +182,9 @@ def test_the_exported_script_does_the_same_by_hand(slurm, testbed):
     slurm.login.run(f"rm -rf {HOME}/runs/by-hand")
     code, text = slurm.clusterctl.run(*slurm.words("plan", "by-hand", "-o", str(script), epochs=1))
     assert code == 0, text
-    copy = subprocess.run(slurm.login.ssh("cat > /tmp/job.sbatch", "ada"), input=script.read_bytes(), check=False)
+    copy = subprocess.run(
+        slurm.login.ssh("cat > /tmp/job.sbatch", "ada"), input=script.read_bytes(), check=False
+    )
     assert copy.returncode == 0
     code, text = slurm.clusterctl.run("plan", "--agent", "-o", str(slurm.folder / "agent.pyz"))
     assert code == 0, text
@@ -168,10 +192,16 @@ def test_the_exported_script_does_the_same_by_hand(slurm, testbed):
     folder = f"{HOME}/runs/by-hand/attempt-1"
     command = f"mkdir -p {folder} && cat > {folder}/agent.pyz"
     assert subprocess.run(slurm.login.ssh(command, "ada"), input=agent, check=False).returncode == 0
-    out = slurm.login.run("cd /tmp && sbatch --wait --output /tmp/by-hand.out job.sbatch", user="ada", timeout_s=240)
+    out = slurm.login.run(
+        "cd /tmp && sbatch --wait --output /tmp/by-hand.out job.sbatch", user="ada", timeout_s=240
+    )
     assert "Submitted batch job" in out
-    assert slurm.login.run(f"ls {HOME}/runs/by-hand/last.pt; cat {HOME}/runs/by-hand/attempt-1/node-1.exit")[-20:]
-    assert " 0" not in slurm.login.run(f"cut -d' ' -f1 {HOME}/runs/by-hand/attempt-1/*.exit | grep -v ^0 || true")
+    assert slurm.login.run(f"ls {HOME}/runs/by-hand/last.pt; cat {HOME}/runs/by-hand/attempt-1/node-1.exit")[
+        -20:
+    ]
+    assert " 0" not in slurm.login.run(
+        f"cut -d' ' -f1 {HOME}/runs/by-hand/attempt-1/*.exit | grep -v ^0 || true"
+    )
 
 
 def test_a_preempted_job_resumes_with_equal_weights(slurm, undisturbed):
@@ -226,7 +256,9 @@ def test_stop_cancels_a_job_by_its_number_or_its_launch_id_never_by_its_name(clu
     words = ["launch", "--name", "named", "--nodes", "2", "--detach", "--python", "python3"]
     clusterctl.expect(0, *words, "--command", "ticks.py --ticks 5000")
     number = made.login.run("squeue -h -n named -o %i", user="ada")
-    namesake = made.login.run("sbatch --parsable -p debug -J named -o /dev/null --wrap 'sleep 300'", user="ada")
+    namesake = made.login.run(
+        "sbatch --parsable -p debug -J named -o /dev/null --wrap 'sleep 300'", user="ada"
+    )
     try:
         if not known:
             made.login.run(f": > {HOME}/runs/named/submitted")
@@ -239,7 +271,9 @@ def test_stop_cancels_a_job_by_its_number_or_its_launch_id_never_by_its_name(clu
 
 def test_a_name_that_is_in_the_queue_is_refused(slurm):
     """Also if it was submitted without the launcher: Slurm jobs are found by name."""
-    number = slurm.login.run("sbatch --parsable --hold --partition gpu --job-name held --wrap true", user="ada")
+    number = slurm.login.run(
+        "sbatch --parsable --hold --partition gpu --job-name held --wrap true", user="ada"
+    )
     slurm.login.run(f"rm -rf {HOME}/runs/held")
     code, text = slurm.clusterctl.run("launch", "--nodes", "2", "--name", "held")
     assert (code, f"login: a job held already exists: Slurm's job {number}" in text) == (2, True), text
@@ -247,7 +281,11 @@ def test_a_name_that_is_in_the_queue_is_refused(slurm):
 
 FAULTS = {
     "unknown partition": (["--partition", "gppu"], 2, "login: no partition gppu\nhint: one of: gpu, debug"),
-    "too many GPUs": (["--device", "cuda", "--gpus", "3"], 2, "its nodes have 2 GPUs, and --gpus 3 asks for more"),
+    "too many GPUs": (
+        ["--device", "cuda", "--gpus", "3"],
+        2,
+        "its nodes have 2 GPUs, and --gpus 3 asks for more",
+    ),
     "too many nodes": (["--nodes", "4"], 2, "it has 3 nodes, and --nodes 4 asks for more"),
     "no SIF": (
         ["--image", "/shared/ada/none.sif"],
@@ -271,7 +309,16 @@ def test_a_run_directory_that_is_not_shared_is_an_error(slurm, testbed):
         host.run("rm -rf /home/ada/runs")
     slurm.write(run_dir="/home/ada/runs")
     code, text = slurm.clusterctl.run(
-        "launch", "--nodes", "2", "--name", "mine", "--set", "nodelist=n1,n2", "--max-restarts", "0", timeout_s=200
+        "launch",
+        "--nodes",
+        "2",
+        "--name",
+        "mine",
+        "--set",
+        "nodelist=n1,n2",
+        "--max-restarts",
+        "0",
+        timeout_s=200,
     )
     assert code == 1, text
     assert "the run directory is not shared by all nodes: " in text
@@ -408,7 +455,9 @@ def test_a_job_submitted_by_hand_in_another_job_inherits_nothing_of_it(slurm):
     script = slurm.folder / "job.sbatch"
     folder = f"{HOME}/runs/inside"
     slurm.login.run(f"rm -rf {folder}")
-    code, text = slurm.clusterctl.run(*slurm.words("plan", "inside", "-o", str(script), "--set", "mem=200M", epochs=1))
+    code, text = slurm.clusterctl.run(
+        *slurm.words("plan", "inside", "-o", str(script), "--set", "mem=200M", epochs=1)
+    )
     assert code == 0, text
     code, text = slurm.clusterctl.run("plan", "--agent", "-o", str(slurm.folder / "agent.pyz"))
     assert code == 0, text
@@ -434,10 +483,15 @@ def refusing_srun(slurm):
     slurm.login.run("rm -f /usr/local/bin/srun")
 
 
-def test_a_job_whose_steps_srun_refuses_fails_with_its_message_before_the_rendezvous_timeout(slurm, refusing_srun):
+def test_a_job_whose_steps_srun_refuses_fails_with_its_message_before_the_rendezvous_timeout(
+    slurm, refusing_srun
+):
     code, text = slurm.launch("refused-step", "--set", "nodelist=n0,n1", "--max-restarts", "0").end()
     assert code == 1, text
-    assert "node-0: exit 71: srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are " in text
+    assert (
+        "node-0: exit 71: srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are "
+        in text
+    )
     assert slurm.left() == ("", {})
 
 
@@ -445,7 +499,10 @@ def test_an_option_that_only_the_login_node_sets_is_refused(slurm, profile):
     profile(SBATCH_ACCOUNT="ml")
     slurm.login.run(f"rm -rf {HOME}/runs/account")
     code, text = slurm.clusterctl.run("launch", "--nodes", "2", "--name", "account")
-    assert (code, "login: SBATCH_ACCOUNT=ml is set, but the job has no option account" in text) == (2, True), text
+    assert (code, "login: SBATCH_ACCOUNT=ml is set, but the job has no option account" in text) == (
+        2,
+        True,
+    ), text
     assert "hint: to use it: --set account=ml, or account under slurm in cluster.yaml" in text
     assert slurm.login.try_run(f"ls {HOME}/runs/account")[0] != 0
 
@@ -477,7 +534,10 @@ def test_a_container_that_does_not_start_is_tried_once_more(slurm, broken_apptai
     broken_apptainer(1)
     code, text = slurm.launch("once-more", epochs=1).end()
     assert code == 0, text
-    assert "apptainer: exit code 255, once more: FATAL:   container creation failed: mount: planted" in slurm.log()
+    assert (
+        "apptainer: exit code 255, once more: FATAL:   container creation failed: mount: planted"
+        in slurm.log()
+    )
     assert slurm.login.run(f"cat {HOME}/runs/once-more/attempt") == "1 n0 n1"
 
 
@@ -486,7 +546,9 @@ def test_a_container_that_never_starts_is_reported_and_not_requeued(slurm, broke
     code, text = slurm.launch("never", "--max-restarts", "1", epochs=1).end()
     assert code == 1
     assert "node-0: exit 255: FATAL:   container creation failed: mount: planted" in text
-    assert "again" not in slurm.login.run(f"cat {HOME}/runs/never/slurm.log")  # the launcher restarted it, not Slurm
+    assert "again" not in slurm.login.run(
+        f"cat {HOME}/runs/never/slurm.log"
+    )  # the launcher restarted it, not Slurm
     assert slurm.left() == ("", {})
 
 
@@ -536,7 +598,9 @@ def test_hostile_values_and_secrets_reach_only_the_program(slurm):
     found = slurm.login.run(f"grep -rl s3cret-value {HOME}/runs/hostile || true")
     assert found == ""
     assert not list(slurm.folder.parent.glob("**/*s3cret*"))
-    assert "s3cret-value" not in "".join(path.read_text() for path in (slurm.folder.parent).glob("*-records/*.json"))
+    assert "s3cret-value" not in "".join(
+        path.read_text() for path in (slurm.folder.parent).glob("*-records/*.json")
+    )
     assert not os.path.exists("/tmp/evil")  # noqa: PTH110
     assert slurm.login.try_run("test -e /tmp/evil")[0] != 0
 
@@ -551,18 +615,33 @@ def test_a_detached_job_that_slurm_requeues_is_running_then_done(slurm):
         "    time.sleep(0.2)\n"
         "print('the last word', flush=True)\n"
     )
-    clusterctl, run_dir = slurm.clusterctl, f"{HOME}/runs/night"
+    clusterctl = slurm.clusterctl
+    run_dir = f"{HOME}/runs/night"
     slurm.login.run(f"rm -rf {run_dir}")
-    words = ["launch", "--name", "night", "--nodes", "2", "--max-restarts", "2", "--detach", "--command", "twice.py"]
+    words = [
+        "launch",
+        "--name",
+        "night",
+        "--nodes",
+        "2",
+        "--max-restarts",
+        "2",
+        "--detach",
+        "--command",
+        "twice.py",
+    ]
     clusterctl.expect(0, *words, timeout_s=150)
-    followed, states = clusterctl.start("logs", "-f", "night"), []
+    followed = clusterctl.start("logs", "-f", "night")
+    states = []
 
     def state():
         (row,) = json.loads(clusterctl.expect(0, "ps", "--all", "--json"))
         states.append(row["state"])
         return states[-1]
 
-    assert wait_until(lambda: clusterctl.run("logs", "night")[1].count("attempt 1 begins") == 2, timeout_s=120)
+    assert wait_until(
+        lambda: clusterctl.run("logs", "night")[1].count("attempt 1 begins") == 2, timeout_s=120
+    )
     number = slurm.login.run("squeue -h -n night -o %i", user="ada")
     slurm.login.run(f"scontrol requeue {number}", user="ada")
     pending = "squeue -h -n night -o %T"
@@ -570,11 +649,15 @@ def test_a_detached_job_that_slurm_requeues_is_running_then_done(slurm):
     assert wait_until(lambda: state() == "queued", timeout_s=60)
     assert "in the queue" in clusterctl.expect(0, "status", "night")
     slurm.login.run(f"scontrol update JobId={number} StartTime=now+3", user="ada")
-    assert wait_until(lambda: clusterctl.run("logs", "night")[1].count("attempt 2 begins") == 2, timeout_s=120)
+    assert wait_until(
+        lambda: clusterctl.run("logs", "night")[1].count("attempt 2 begins") == 2, timeout_s=120
+    )
     assert wait_until(lambda: state() == "running", timeout_s=60)
     slurm.login.run(f"touch {run_dir}/end", user="ada")
     assert wait_until(lambda: state() == "done", timeout_s=60)
-    assert {"queued", "running", "done"} <= set(states) <= {"queued", "starting", "joining", "running", "done"}, states
+    assert (
+        {"queued", "running", "done"} <= set(states) <= {"queued", "starting", "joining", "running", "done"}
+    ), states
     text = ended(followed, 0, timeout_s=60)
     assert text.index("attempt 1 begins") < text.index("attempt 2 begins") < text.index("the last word")
     clusterctl.expect(0, "wait", "night", has="done in", timeout_s=60)
@@ -620,8 +703,11 @@ MODULE = """module() {
 
 def test_the_prologue_has_the_module_of_a_login_shell(slurm, testbed):
     """Containers get the variables that `pass_env` names, and /etc/profile, which batch jobs do not read, has it."""
-    hosts, file = [testbed[name] for name in ("n0", "n1", "n2")], "/etc/profile.d/zz-clusterctl-test.sh"
-    (slurm.folder / "sees.py").write_text("import os; print('sees', os.environ['NCCL_MODULE'], os.environ['RANK'])\n")
+    hosts = [testbed[name] for name in ("n0", "n1", "n2")]
+    file = "/etc/profile.d/zz-clusterctl-test.sh"
+    (slurm.folder / "sees.py").write_text(
+        "import os; print('sees', os.environ['NCCL_MODULE'], os.environ['RANK'])\n"
+    )
     command = ["--nodes", "2", "--command", "sees.py", "--workdir", str(slurm.folder)]
     try:
         for host in hosts:
@@ -631,7 +717,9 @@ def test_the_prologue_has_the_module_of_a_login_shell(slurm, testbed):
         code, text = slurm.clusterctl.run(*load, *command)
         assert code == 0, text
         assert {f"sees cuda/12.4 {rank}" in text for rank in (0, 1)} == {True}, text
-        code, text = slurm.clusterctl.run("launch", "--name", "nomodule", "--prologue", "module load none", *command)
+        code, text = slurm.clusterctl.run(
+            "launch", "--name", "nomodule", "--prologue", "module load none", *command
+        )
         assert code == 1, text
         said = "the prologue failed with exit code 3: module load none: loading none; there is no module none"
         assert said in " ".join(text.split()), text

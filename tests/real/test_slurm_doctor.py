@@ -25,9 +25,16 @@ def inventory(testbed):
     programs = "cp --parents -L /bin/sh /bin/true $(ldd /bin/sh | grep -o '/[^ ]*') root"
     make = f"mkdir -p {name}/root && cd {name} && {programs} && apptainer build small.sif root && rm -r root"
     testbed["n0"].run(make, user="ada")
-    login = Machine("login", "", (), "ada@n0", f"{name}/runs", f"{name}/data", "apptainer", str(testbed.ssh_config))
+    login = Machine(
+        "login", "", (), "ada@n0", f"{name}/runs", f"{name}/data", "apptainer", str(testbed.ssh_config)
+    )
     yield Inventory(
-        (login,), "slurm", is_assigned=True, settings={"partition": "debug"}, image=f"{name}/small.sif", device="cpu"
+        (login,),
+        "slurm",
+        is_assigned=True,
+        settings={"partition": "debug"},
+        image=f"{name}/small.sif",
+        device="cpu",
     )
     close_all()
     testbed["n0"].run(f"rm -r {name}")
@@ -113,7 +120,8 @@ def test_host_that_just_died(inventory, testbed, monkeypatch):
 
 
 def test_ctrl_c_cancels_a_pending_job(inventory, testbed, tmp_path):
-    n0, login = testbed["n0"], inventory.machines[0]
+    n0 = testbed["n0"]
+    login = inventory.machines[0]
     (tmp_path / "cluster.yaml").write_text(
         f"backend: slurm\nssh_config: {testbed.ssh_config}\ndevice: cpu\nimage: {inventory.image}\n"
         f"nodes:\n  login: {{login: ada@n0, run_dir: {login.run_dir}, data_dir: {login.data_dir}}}\n"
@@ -152,6 +160,8 @@ def test_controller_that_does_not_answer(inventory, testbed):
         found = failures(inventory)
     finally:
         testbed["n0"].run("slurmctld; until scontrol ping | grep -q UP; do sleep 0.2; done")
-        testbed["n0"].run("until [ $(sinfo -h -N -p debug -t idle -r | wc -l) = 3 ]; do sleep 1; done", timeout_s=120)
+        testbed["n0"].run(
+            "until [ $(sinfo -h -N -p debug -t idle -r | wc -l) = 3 ]; do sleep 1; done", timeout_s=120
+        )
     assert list(found) == [("request", "login")]
     assert "Slurm does not answer" in found["request", "login"].detail

@@ -83,21 +83,31 @@ def test_batch_jobs_read_and_write_the_common_folder(testbed):
     name = f"/shared/test-{os.getpid()}"
     run = testbed["n2"].run
     touch = f"srun sh -c 'touch {name}/$SLURMD_NODENAME'"
-    run(f"mkdir {name} && cd {name} && sbatch --wait -p debug -N3 -o log --wrap {shlex.quote(touch)}", user="ada")
+    run(
+        f"mkdir {name} && cd {name} && sbatch --wait -p debug -N3 -o log --wrap {shlex.quote(touch)}",
+        user="ada",
+    )
     assert testbed["n0"].run(f"ls {name}; rm -r {name}") == "log\nn0\nn1\nn2"
 
 
 def test_an_ordinary_user_runs_an_apptainer_image_on_all_hosts(testbed):
     name = f"/shared/sif-{os.getpid()}"
     shell_alone = "mkdir -p root && cp --parents -L /bin/sh $(ldd /bin/sh | grep -o '/[^ ]*') root"
-    testbed["n0"].run(f"mkdir {name} && cd {name} && {shell_alone} && apptainer build sh.sif root", user="ada")
-    text = testbed["n0"].run(f"srun -N3 apptainer -s exec {name}/sh.sif /bin/sh -c 'echo $SLURMD_NODENAME'", user="ada")
+    testbed["n0"].run(
+        f"mkdir {name} && cd {name} && {shell_alone} && apptainer build sh.sif root", user="ada"
+    )
+    text = testbed["n0"].run(
+        f"srun -N3 apptainer -s exec {name}/sh.sif /bin/sh -c 'echo $SLURMD_NODENAME'", user="ada"
+    )
     assert sorted(text.split()) == ["n0", "n1", "n2"]
     testbed["n0"].run(f"rm -r {name}")
 
 
 def test_every_host_has_the_image_and_runs_it_at_its_own_address(testbed, image_on_hosts):
-    ids = {host.run(f"docker image inspect --format '{{{{.Id}}}}' {image_on_hosts}") for host in testbed.hosts.values()}
+    ids = {
+        host.run(f"docker image inspect --format '{{{{.Id}}}}' {image_on_hosts}")
+        for host in testbed.hosts.values()
+    }
     here = ["docker", "image", "inspect", "--format", "{{.Id}}", image_on_hosts]
     assert ids == {subprocess.run(here, capture_output=True, text=True, check=True).stdout.strip()}
     for host in testbed.hosts.values():
@@ -107,7 +117,9 @@ def test_every_host_has_the_image_and_runs_it_at_its_own_address(testbed, image_
 
 def test_kill_ends_everything_and_start_boots_the_host_again(testbed, image_on_hosts):
     n1 = testbed["n1"]
-    n1.run(f"docker rm -f sleeper; docker run -d --name sleeper {image_on_hosts} sleep 1000; touch /root/kept")
+    n1.run(
+        f"docker rm -f sleeper; docker run -d --name sleeper {image_on_hosts} sleep 1000; touch /root/kept"
+    )
     testbed.fault("kill", "n1")
     assert n1.try_run("true")[0] == 255
     testbed.fault("start", "n1")
@@ -128,7 +140,9 @@ def test_freeze_suspends_the_hosts_containers_until_thaw(testbed, ticking, image
     testbed.fault("thaw", "n1")
     frozen_s = time.monotonic() - frozen_at
     assert lines.receives_within(3)
-    seconds = float(n1.run("docker inspect --format '{{.State.StartedAt}}' ticker | xargs -I@ date -d @ +%s.%N"))
+    seconds = float(
+        n1.run("docker inspect --format '{{.State.StartedAt}}' ticker | xargs -I@ date -d @ +%s.%N")
+    )
     age_s = float(n1.run("date +%s.%N")) - seconds
     assert int(n1.run(count)) < (age_s - frozen_s + 1) * 10
     n1.run("docker rm -f ticker")
@@ -199,7 +213,13 @@ def second(tmp_path):
     """The environment of a second testbed with one host; removed after the test."""
     name = f"clusterctl-testbed-{os.getpid()}"
     state = str(tmp_path / "state")
-    env = {**os.environ, "TESTBED_NAME": name, "TESTBED_NET": "172.30.9", "TESTBED_HOSTS": "n0", "TESTBED_STATE": state}
+    env = {
+        **os.environ,
+        "TESTBED_NAME": name,
+        "TESTBED_NET": "172.30.9",
+        "TESTBED_HOSTS": "n0",
+        "TESTBED_STATE": state,
+    }
     yield env
     script("down.sh", env=env)
 
@@ -209,7 +229,8 @@ def docker(*arguments):
 
 
 def test_down_leaves_nothing_and_up_and_down_may_be_repeated(second):
-    name, state = second["TESTBED_NAME"], Path(second["TESTBED_STATE"])
+    name = second["TESTBED_NAME"]
+    state = Path(second["TESTBED_STATE"])
     kinds = (["ps", "-a"], ["network", "ls"], ["volume", "ls"])
 
     def resources():

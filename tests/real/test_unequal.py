@@ -33,7 +33,12 @@ def machines(clusterctl, testbed, image_on_hosts):
         | {"run_dir": "/root/clusterctl/runs", "data_dir": "/root/clusterctl/data"}
         for name, gpus in (("n0", 2), ("n1", 1))
     }
-    described = {"ssh_config": str(testbed.ssh_config), "device": "cpu", "image": image_on_hosts, "nodes": nodes}
+    described = {
+        "ssh_config": str(testbed.ssh_config),
+        "device": "cpu",
+        "image": image_on_hosts,
+        "nodes": nodes,
+    }
     (clusterctl.folder / "cluster.yaml").write_text(yaml.safe_dump(described))
     shutil.copy(ROOT / "examples" / "all_reduce.py", clusterctl.folder)
     (clusterctl.folder / "record.py").write_text(RECORD)
@@ -60,13 +65,17 @@ def test_three_ranks_have_the_gradients_of_one(machines, job_name, parallel):
     usual = {"epochs": 100, "hyp": hyp, "noval": True, "sync_bn": True, "noautoanchor": True, "batch": 7}
     found = []
     for ranks, gpus, nodes, strategy in ((1, "1", 1, "ddp"), (3, "2,1", 2, parallel)):
-        request = request_of("verify", small_settings("digits", **usual, parallel=strategy), 1, steps=2, wide=True)
+        request = request_of(
+            "verify", small_settings("digits", **usual, parallel=strategy), 1, steps=2, wide=True
+        )
         (machines.folder / "request.json").write_text(json.dumps(request))
         job = f"{job_name}-{ranks}"
         launch(machines, job, gpus, "--command", "record.py request.json", nodes=nodes)
         found.append(torch.load(Path(machines.folder, "runs", job, "found.pt"), weights_only=True))
     one, three = found
-    differences = [compare(3, step, mine, first) for step, (mine, first) in enumerate(zip(three, one, strict=True), 1)]
+    differences = [
+        compare(3, step, mine, first) for step, (mine, first) in enumerate(zip(three, one, strict=True), 1)
+    ]
     print(*differences, sep="\n")
     assert len(differences) == 2
     assert agree(differences, TOLERANCES["float64"]), differences
@@ -75,11 +84,33 @@ def test_three_ranks_have_the_gradients_of_one(machines, job_name, parallel):
 
 def test_the_trainer_continues_with_the_two_ranks_of_the_first_node(machines, job_name, testbed):
     """After its first checkpoint, n1 with its one rank is cut off, and --nodes 1:2 allows one node."""
-    words = ["--nodes", "1:2", "--gpus", "2,1", "--max-restarts", "1", "--env", "OMP_NUM_THREADS=1", "--name", job_name]
+    words = [
+        "--nodes",
+        "1:2",
+        "--gpus",
+        "2,1",
+        "--max-restarts",
+        "1",
+        "--env",
+        "OMP_NUM_THREADS=1",
+        "--name",
+        job_name,
+    ]
     make_yolo_set(machines.folder / "set", train=24, val=2)
     shutil.copy(TINY, machines.folder / "tiny.yaml")
     machines.expect(0, "sync", ".")
-    train = ["train", "--data", "set/data.yaml", "--cfg", "tiny.yaml", "--imgsz", "64", "--batch", "6", "--noval"]
+    train = [
+        "train",
+        "--data",
+        "set/data.yaml",
+        "--cfg",
+        "tiny.yaml",
+        "--imgsz",
+        "64",
+        "--batch",
+        "6",
+        "--noval",
+    ]
     train += ["--epochs", "150", "--workers", "0"]
     process = machines.start("launch", *words, "--", *train)
     try:

@@ -42,7 +42,9 @@ def main() -> None:
         homes = dict.fromkeys(("Conv", "C3", "Bottleneck", "SPPF", "Concat"), "models.common")
         homes |= dict.fromkeys(("Detect", model_class), "models.yolo")
     else:
-        names = [name for name, value in vars(blocks).items() if isinstance(value, type) and name != "Callable"]
+        names = [
+            name for name, value in vars(blocks).items() if isinstance(value, type) and name != "Callable"
+        ]
         homes = dict.fromkeys([*names, "DFL"], "ultralytics.nn.modules.block")
         homes |= dict.fromkeys(("Conv", "DWConv", "Concat"), "ultralytics.nn.modules.conv")
         homes |= {"Detect": "ultralytics.nn.modules.head", model_class: "ultralytics.nn.tasks"}
@@ -64,7 +66,8 @@ def main() -> None:
             return module
         name = type(module).__name__
         twin = classes[model_class if name == "Yolo" else "Detect" if name.startswith("Detect") else name]()
-        twin._parameters, twin._buffers = module._parameters, module._buffers
+        twin._parameters = module._parameters
+        twin._buffers = module._buffers
         twin._modules.update({key: foreign(child) for key, child in module._modules.items()})
         if hasattr(module, "add"):
             twin.add = module.add
@@ -74,11 +77,13 @@ def main() -> None:
         """Add the attributes of ultralytics' modules, and the constant of its head."""
         for number, (row, layer) in enumerate(zip(rows, whole.model, strict=True)):
             sources = [s - number if s == number - 1 else s for s in row.sources]
-            layer.f, layer.i = sources if len(sources) > 1 else sources[0], number
+            layer.f = sources if len(sources) > 1 else sources[0]
+            layer.i = number
             if row.module == "Concat":
                 layer.d = 1
         head = whole.model[-1]
-        head.nc, head.reg_max = nc, bins
+        head.nc = nc
+        head.reg_max = bins
         if head.reg_max > 1:
             head.dfl = classes["DFL"]()
             head.dfl.conv = nn.Conv2d(head.reg_max, 1, 1, bias=False).requires_grad_(False)
@@ -104,7 +109,10 @@ def main() -> None:
         whole.yaml = {**cfg, "nc": nc, "ch": 3}
         names = [f"class {k}" for k in range(nc)]
         whole.names = dict(enumerate(names)) if options.get("names_as_dict") else names
-        whole.nc, whole.stride, whole.save, whole.hyp = nc, strides, [4, 6, 10, 14, 17, 20, 23], {"lr0": 0.01}
+        whole.nc = nc
+        whole.stride = strides
+        whole.save = [4, 6, 10, 14, 17, 20, 23]
+        whole.hyp = {"lr0": 0.01}
         whole.model[-1].stride = strides
         if not has_anchors:
             as_ultralytics(whole, model.rows, bins)

@@ -6,7 +6,14 @@ from typing import Any
 
 from trainer.config import Settings
 
-_SMALL: dict[str, Any] = {"epochs": 2, "batch": 4, "imgsz": 64, "device": "cpu", "optimizer": "SGD", "workers": 0}
+_SMALL: dict[str, Any] = {
+    "epochs": 2,
+    "batch": 4,
+    "imgsz": 64,
+    "device": "cpu",
+    "optimizer": "SGD",
+    "workers": 0,
+}
 _SMALL |= {"schedule": "linear", "precision": "fp32"}
 
 

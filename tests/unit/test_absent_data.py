@@ -18,7 +18,9 @@ from trainer.config.faults import BadData, Fault
 from trainer.data.registry import open_datasets
 
 # Of linux/capability.h.
-CAPABILITIES_V3, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 0x20080522, 1 << 1, 1 << 2
+CAPABILITIES_V3 = 0x20080522
+CAP_DAC_OVERRIDE = 1 << 1
+CAP_DAC_READ_SEARCH = 1 << 2
 
 
 @pytest.fixture
@@ -32,8 +34,12 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture
 def permissions_apply() -> Iterator[None]:
     """Give up root's right to read everything, if these tests run as root. Another user could not enter this folder."""
-    libc, header = ctypes.CDLL(None, use_errno=True), (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0)
-    before, rights = (ctypes.c_uint32 * 6)(), (ctypes.c_uint32 * 6)()  # twice: effective, permitted, inheritable
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0)
+    before, rights = (
+        (ctypes.c_uint32 * 6)(),
+        (ctypes.c_uint32 * 6)(),
+    )  # twice: effective, permitted, inheritable
     assert libc.capget(header, before) == libc.capget(header, rights) == 0
     rights[0] &= ~(CAP_DAC_OVERRIDE | CAP_DAC_READ_SEARCH)
     assert libc.capset(header, rights) == 0
@@ -52,7 +58,8 @@ def checked(folder: Path) -> tuple[list[str], list[str]]:
 
 def trained(folder: Path) -> tuple[list[str], list[str]]:
     """Return the faults that stop a training, and the warnings and omissions that it prints otherwise."""
-    path, faults = str(folder / "data.yaml"), list[Fault]()
+    path = str(folder / "data.yaml")
+    faults = list[Fault]()
     try:
         open_datasets(path, ["train", "val"], imgsz=64)
     except BadData as error:
@@ -110,12 +117,20 @@ def image_pipe(root: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "name", "what"),
     [
-        (dangling_label, "labels/train/001.txt", "is a link to /elsewhere/001.txt, which does not exist here"),
+        (
+            dangling_label,
+            "labels/train/001.txt",
+            "is a link to /elsewhere/001.txt, which does not exist here",
+        ),
         (looping_label, "labels/train/001.txt", "is a link that leads to itself"),
         (label_folder, "labels/train/001.txt", "is a folder, not a file"),
         (label_pipe, "labels/train/001.txt", "is not a file"),
         (capital_label, "labels/train/001.TXT", "the label file of 001 must end in .txt"),
-        (dangling_image, "images/train/001.jpg", "is a link to /elsewhere/001.jpg, which does not exist here"),
+        (
+            dangling_image,
+            "images/train/001.jpg",
+            "is a link to /elsewhere/001.jpg, which does not exist here",
+        ),
         (image_pipe, "images/train/001.jpg", "is not a file"),
     ],
 )
@@ -242,11 +257,23 @@ def test_a_training_prints_the_numbers_of_the_check(data: Path) -> None:
     (data / "labels/val/001.txt").write_text("9 0.5 0.5 0.1 0.1\n0 0.5 0.5 0.1 0.1\n")
     faults, warnings = checked(data)
     assert (len(faults), len(warnings)) == (2, 2)
-    options = ("train", "--data", str(data / "data.yaml"), "--epochs", "1", "--imgsz", "64", "--device", "cpu")
+    options = (
+        "train",
+        "--data",
+        str(data / "data.yaml"),
+        "--epochs",
+        "1",
+        "--imgsz",
+        "64",
+        "--device",
+        "cpu",
+    )
     options += ("--batch", "2", "--workers", "0", "--project", str(data / "runs"))
     refused = run(data, *options, code=2)
     assert refused.stderr.startswith(f"error: 2 faults: {'; '.join(faults)}")
     done = run(data, *options, "--allow-bad-labels", code=0)
     said = [line for line in done.stdout.splitlines() if line.startswith(("left out: ", "warning: "))]
-    assert said == [f"left out: {fault}" for fault in faults] + [f"warning: {warning}" for warning in warnings]
+    assert said == [f"left out: {fault}" for fault in faults] + [
+        f"warning: {warning}" for warning in warnings
+    ]
     assert f"{data / 'data.yaml'}: 2 faults, 2 warnings" in done.stdout

@@ -51,7 +51,10 @@ def test_permanent_global_addresses_are_read_with_their_device_and_speed():
             "local 172.17.0.1 dev lo src 172.17.0.1 uid 0 \\    cache <local> ",
             Route("lo", problem="it has the same address"),
         ),
-        ("172.17.0.9 dev docker0 src 172.17.0.1 uid 0", Route("docker0", problem="its route leads into docker0")),
+        (
+            "172.17.0.9 dev docker0 src 172.17.0.1 uid 0",
+            Route("docker0", problem="its route leads into docker0"),
+        ),
         ("RTNETLINK answers: Network is unreachable\n", Route(problem="network is unreachable")),
         ("", Route(problem="no answer")),
     ],
@@ -98,7 +101,10 @@ def test_two_names_of_one_machine_and_machines_without_a_common_network_are_erro
     with pytest.raises(ClusterError, match=r"b: it has the same address as a \(10\.0\.0\.5\)"):
         chosen({"a": [DOCKER0, lan(5)], "b": [DOCKER0, lan(5)]})
     with pytest.raises(ClusterError) as caught:
-        chosen({"a": [lan(5)], "b": [lan(6)], "c": []}, {"b": {"10.0.0.5": Route(problem="network is unreachable")}})
+        chosen(
+            {"a": [lan(5)], "b": [lan(6)], "c": []},
+            {"b": {"10.0.0.5": Route(problem="network is unreachable")}},
+        )
     assert caught.value.message.splitlines()[0] == (
         "a: the other nodes can reach none of its addresses: "
         "10.0.0.5 on eth0 cannot be reached from b (network is unreachable)"

@@ -36,18 +36,25 @@ def test_the_points_of_a_box_are_those_strictly_inside() -> None:
 
 def test_against_every_pair_of_many_boxes() -> None:
     generator = torch.Generator().manual_seed(0)
-    corner, size = torch.rand(40, 2, generator=generator) * 60, torch.rand(40, 2, generator=generator) * 40
+    corner = torch.rand(40, 2, generator=generator) * 60
+    size = torch.rand(40, 2, generator=generator) * 40
     boxes = torch.cat((torch.zeros(40, 2), corner, corner + size), 1)
     found = listed(boxes.tolist())
     points = torch.tensor(
         [(x + s / 2, y + s / 2) for s in (8, 16, 32) for y in range(0, SIDE, s) for x in range(0, SIDE, s)]
     )
     centre, half = corner + size / 2, (size / 2).clamp(min=8)  # small sides are widened
-    inside = ((points[None] > (centre - half)[:, None]) & (points[None] < (centre + half)[:, None])).all(2).nonzero()
+    inside = (
+        ((points[None] > (centre - half)[:, None]) & (points[None] < (centre + half)[:, None]))
+        .all(2)
+        .nonzero()
+    )
     assert torch.equal(torch.stack((found.box, found.point), 1), inside)  # sorted by box, then by point
     assert torch.equal(found.at[:, :2], points[found.point])
     boxes_of_pairs = inside[:, 0].tolist()
-    assert found.top.tolist() == [k for k, box in enumerate(boxes_of_pairs) if boxes_of_pairs[:k].count(box) < TOP]
+    assert found.top.tolist() == [
+        k for k, box in enumerate(boxes_of_pairs) if boxes_of_pairs[:k].count(box) < TOP
+    ]
 
 
 def match(found: Candidates, scores: torch.Tensor, boxes: torch.Tensor) -> Matched:
@@ -90,7 +97,9 @@ def test_overlap_counts_by_its_sixth_power() -> None:
     assert matched.point.tolist() == [found.point[i] for i in alignment.argsort(descending=True).tolist()]
     weights = dict(zip(matched.point.tolist(), matched.weight.tolist(), strict=True))
     for point, value in zip(found.point.tolist(), alignment.tolist(), strict=True):
-        assert weights[point] == pytest.approx(value / alignment.max().item() * overlap.max().item(), rel=1e-5)
+        assert weights[point] == pytest.approx(
+            value / alignment.max().item() * overlap.max().item(), rel=1e-5
+        )
 
 
 def test_a_point_that_two_boxes_choose_goes_to_the_larger_overlap() -> None:
@@ -105,7 +114,9 @@ def test_a_point_that_two_boxes_choose_goes_to_the_larger_overlap() -> None:
     # A box that another leaves nothing has no weight; a twin in another image keeps its own.
     found = listed([[0, 0, 4, 4, 21, 13], [0, 1, 4, 4, 21, 13], [1, 2, 4, 4, 21, 13]], images=2)
     matched = match(found, torch.full((18,), 0.5), perfect(found))
-    assert sorted(zip(matched.image.tolist(), matched.cls.tolist(), strict=True)) == [(0, 0)] * 6 + [(1, 2)] * 6
+    assert (
+        sorted(zip(matched.image.tolist(), matched.cls.tolist(), strict=True)) == [(0, 0)] * 6 + [(1, 2)] * 6
+    )
     torch.testing.assert_close(matched.weight, torch.ones(12))
 
 

@@ -19,7 +19,9 @@ def test_recall_counts_the_boxes_that_some_anchor_fits() -> None:
 
 def clusters(seed: int, number: int = 900) -> Sizes:
     """Boxes around nine sizes, each within 10 %."""
-    centres = np.array([[8, 80], [80, 8], [16, 16], [30, 200], [200, 30], [60, 60], [300, 90], [90, 300], [250, 250]])
+    centres = np.array(
+        [[8, 80], [80, 8], [16, 16], [30, 200], [200, 30], [60, 60], [300, 90], [90, 300], [250, 250]]
+    )
     rng = np.random.default_rng(seed)
     return centres[rng.integers(9, size=number)] * rng.uniform(0.9, 1.1, (number, 2))
 

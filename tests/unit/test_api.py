@@ -49,7 +49,9 @@ class Recorder(Callback):
 def test_two_ranks_train_and_return_the_result(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trainer.distributed.spawn.subprocess", subprocess)  # new interpreters, without forking
+    monkeypatch.setattr(
+        "trainer.distributed.spawn.subprocess", subprocess
+    )  # new interpreters, without forking
     recorder = Recorder()
     more = {**QUICK, "cfg": TINY, "cos_lr": True, "rect": False}
     result = train(data=make_yolo_set(folder / "data"), ranks=2, callback=recorder, **more)
@@ -114,7 +116,9 @@ def test_custom_model_data_and_callback_by_import_path(folder: Path, monkeypatch
     monkeypatch.delitem(sys.modules, "mine")
     assert type(trained.model).__name__ == "Net"
 
-    again = train(data="mine:data", weights=result.best, cfg="mine:Net", noval=True, **{**options, "epochs": 1})
+    again = train(
+        data="mine:data", weights=result.best, cfg="mine:Net", noval=True, **{**options, "epochs": 1}
+    )
     assert again.folder.name == "train2"
     assert math.isnan(again.map50)  # no validation
     assert math.isnan(again.history[0]["map"])
@@ -200,8 +204,13 @@ def test_ctrl_c_ends_all_ranks(folder: Path) -> None:
 
 def test_importing_the_package_loads_no_large_module() -> None:
     large = ("torch", "numpy", "cv2")
-    program = f"import sys, trainer; trainer.train, trainer.load; print([m for m in {large} if m in sys.modules])"
+    program = (
+        f"import sys, trainer; trainer.train, trainer.load; print([m for m in {large} if m in sys.modules])"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, capture_output=True
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        capture_output=True,
     )
     assert done.stdout.strip() == "[]", done.stderr

@@ -29,7 +29,8 @@ def extract(request, tmp_path):
         with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for name, kind, text, *mode in members:
                 member = tarfile.TarInfo(name)
-                member.type, member.mode = kind, mode[0] if mode else 0o644
+                member.type = kind
+                member.mode = mode[0] if mode else 0o644
                 if kind == tarfile.REGTYPE:
                     member.size = len(text)
                     archive.addfile(member, io.BytesIO(text.encode()))
@@ -50,7 +51,10 @@ def extract(request, tmp_path):
     return run
 
 
-FILE, FOLDER, LINK, HARD_LINK = tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE
+FILE = tarfile.REGTYPE
+FOLDER = tarfile.DIRTYPE
+LINK = tarfile.SYMTYPE
+HARD_LINK = tarfile.LNKTYPE
 
 
 @pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
@@ -96,7 +100,8 @@ def test_files_folders_and_links_within_the_folder_are_extracted(extract, tmp_pa
 )
 def test_nothing_is_written_outside_of_the_folder(extract, tmp_path, members, refused):
     """`there` was a link to a folder outside before the extraction."""
-    away, top = tmp_path / "away", tmp_path / "top"
+    away = tmp_path / "away"
+    top = tmp_path / "top"
     away.mkdir()
     top.mkdir()
     (away / "private").write_text("private")

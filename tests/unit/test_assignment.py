@@ -7,7 +7,9 @@ ANCHORS = np.array([[[2, 3], [4, 4], [40, 40]]], np.float32)  # one level, grid 
 GRID = 10
 
 
-def positives(boxes: list[list[float]], anchor_t: float = 4.0, grid: tuple[int, int] = (GRID, GRID)) -> Positives:
+def positives(
+    boxes: list[list[float]], anchor_t: float = 4.0, grid: tuple[int, int] = (GRID, GRID)
+) -> Positives:
     """`boxes` as [image, class, x, y, w, h], geometry in grid cells."""
     ny, nx = grid
     labels = np.array(boxes, np.float32).reshape(-1, 6)
@@ -32,7 +34,9 @@ def cells(level: Positives, anchor: int = 1) -> set[tuple[int, int]]:
         (10.0, 5.3, {(9, 5), (9, 4)}),  # on the border: clamped to the map
     ],
 )
-def test_a_box_takes_its_cell_and_the_nearest_neighbours(x: float, y: float, expected: set[tuple[int, int]]) -> None:
+def test_a_box_takes_its_cell_and_the_nearest_neighbours(
+    x: float, y: float, expected: set[tuple[int, int]]
+) -> None:
     level = positives([[0, 0, x, y, 4, 4]])
     assert cells(level) == expected
     # No cell twice, but on the border, where its own is clamped onto the neighbour.
@@ -51,7 +55,9 @@ def test_an_interior_box_gives_three_cells_for_each_matching_anchor() -> None:
         assert level.anchor_wh[k].tolist() == ANCHORS[0, level.anchor[k]].tolist()
 
 
-@pytest.mark.parametrize(("ratio", "matches"), [(3.99, True), (4.01, False), (1 / 3.99, True), (1 / 4.01, False)])
+@pytest.mark.parametrize(
+    ("ratio", "matches"), [(3.99, True), (4.01, False), (1 / 3.99, True), (1 / 4.01, False)]
+)
 @pytest.mark.parametrize("side", [0, 1])
 def test_an_anchor_matches_below_a_ratio_of_four(ratio: float, matches: bool, side: int) -> None:
     wh = [4.0, 4.0]

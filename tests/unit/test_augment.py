@@ -23,8 +23,12 @@ def every(data):
 class Blocks:
     """Gray images of different shapes, each with one or two blocks in a colour of its own class."""
 
-    def __init__(self, flips=True, sizes=((90, 120), (150, 100), (128, 128), (60, 120), (240, 180), (100, 100))):
-        self.flips, self.sizes, self.decoded = flips, sizes, []
+    def __init__(
+        self, flips=True, sizes=((90, 120), (150, 100), (128, 128), (60, 120), (240, 180), (100, 100))
+    ):
+        self.flips = flips
+        self.sizes = sizes
+        self.decoded = []
         self.names = [str(k) for k in range(len(COLOURS))]
 
     def __len__(self):
@@ -48,7 +52,10 @@ class Blocks:
         height, width = self.sizes[index]
         image = np.full((height, width, 3), 128, np.uint8)
         for _, cx, cy, w, h in self.labels(index):
-            x1, y1, x2, y2 = (cx - w / 2) * width, (cy - h / 2) * height, (cx + w / 2) * width, (cy + h / 2) * height
+            x1 = (cx - w / 2) * width
+            y1 = (cy - h / 2) * height
+            x2 = (cx + w / 2) * width
+            y2 = (cy + h / 2) * height
             image[round(y1) : round(y2), round(x1) : round(x2)] = COLOURS[index]
         return image
 
@@ -74,7 +81,8 @@ def visible(image, colour, around=None):
     near = (np.abs(image[y:y2, x:x2].astype(int) - colour) < 60).all(2)
     if not near.any():
         return None
-    ys, xs = np.flatnonzero(near.any(1)), np.flatnonzero(near.any(0))
+    ys = np.flatnonzero(near.any(1))
+    xs = np.flatnonzero(near.any(0))
     return np.array([xs[0] + x, ys[0] + y, xs[-1] + 1 + x, ys[-1] + 1 + y])
 
 
@@ -91,7 +99,8 @@ def visible(image, colour, around=None):
     ids=["default", "no mosaic", "flips", "scale", "degrees", "perspective"],
 )
 def test_boxes_stay_around_their_blocks(hyp, slack):
-    data, out = Blocks(), np.empty((160, 160, 3), np.uint8)
+    data = Blocks()
+    out = np.empty((160, 160, 3), np.uint8)
     checked = 0
     for seed in range(60):
         rng = np.random.default_rng(seed)
@@ -114,7 +123,8 @@ def test_boxes_stay_around_their_blocks(hyp, slack):
 @pytest.mark.parametrize("turn", [0.0, 20.0])
 def test_the_fused_mosaic_equals_a_mosaic_on_a_canvas(turn):
     """Reference: four resized images on a canvas of 2 s, then one warp (YOLOv5's mosaic)."""
-    data, side = Photos(), 128
+    data = Photos()
+    side = 128
     hyp = Hyp(**STILL, degrees=turn, translate=0.0, scale=0.0, fliplr=0.0)
     for seed in range(6):
         fused = np.empty((side, side, 3), np.uint8)
@@ -124,10 +134,12 @@ def test_the_fused_mosaic_equals_a_mosaic_on_a_canvas(turn):
         rng.random()  # mosaic or not
         canvas = np.full((2 * side, 2 * side, 3), FILL, np.uint8)
         for tile in _mosaic_tiles(data, 0, every(data), side, rng):
-            x, y = round(tile.x), round(tile.y)
+            x = round(tile.x)
+            y = round(tile.y)
             image = cv2.resize(data.image(tile.index), (round(tile.w), round(tile.h)))
             shown = image[max(0, -y) : 2 * side - y, max(0, -x) : 2 * side - x]
-            x, y = max(0, x), max(0, y)
+            x = max(0, x)
+            y = max(0, y)
             canvas[y : y + shown.shape[0], x : x + shown.shape[1]] = shown
         rng.uniform(size=2)  # perspective
         angle = rng.uniform(-turn, turn) if turn else 0.0
@@ -140,12 +152,14 @@ def test_the_fused_mosaic_equals_a_mosaic_on_a_canvas(turn):
 
 
 def test_mosaic_centre_and_corners():
-    data, side = Blocks(), 100
+    data = Blocks()
+    side = 100
     centres = []
     for seed in range(200):
         tiles = _mosaic_tiles(data, 3, every(data), side, np.random.default_rng(seed))
         assert 3 in [tile.index for tile in tiles]
-        cx, cy = tiles[3].x, tiles[3].y
+        cx = tiles[3].x
+        cy = tiles[3].y
         assert (tiles[0].x + tiles[0].w, tiles[0].y + tiles[0].h) == pytest.approx((cx, cy))
         assert (tiles[1].x, tiles[1].y + tiles[1].h) == pytest.approx((cx, cy))
         assert (tiles[2].x + tiles[2].w, tiles[2].y) == pytest.approx((cx, cy))
@@ -157,7 +171,8 @@ def test_mosaic_centre_and_corners():
 
 
 def test_an_invisible_tile_is_not_decoded():
-    data, out = Blocks(), np.empty((64, 64, 3), np.uint8)
+    data = Blocks()
+    out = np.empty((64, 64, 3), np.uint8)
     counts = []
     for seed in range(80):
         data.decoded.clear()
@@ -195,7 +210,8 @@ class Trapezoids(Blocks):
     corners = np.array([(0.1, 0.15), (0.45, 0.35), (0.45, 0.55), (0.1, 0.75)], np.float32)
 
     def labels(self, index):
-        low, high = self.corners.min(0), self.corners.max(0)
+        low = self.corners.min(0)
+        high = self.corners.max(0)
         return np.array([[index, *((low + high) / 2), *(high - low)]], np.float32)
 
     def segments(self, index):
@@ -212,16 +228,22 @@ def scene(data, hyp, seed, side=160):
     out = np.empty((side, side, 3), np.uint8)
     labels = training_image(data, seed % len(data), every(data), hyp, np.random.default_rng(seed), out)
     half = labels[:, 3:] / 2
-    return out, labels[:, 0].astype(int), np.concatenate([labels[:, 1:3] - half, labels[:, 1:3] + half], 1) * side
+    return (
+        out,
+        labels[:, 0].astype(int),
+        np.concatenate([labels[:, 1:3] - half, labels[:, 1:3] + half], 1) * side,
+    )
 
 
 def check_colours(out, classes, boxes):
     """Check that each colour matches its boxes; return the number of boxes far from all others."""
-    checked, slack = 0, 3
+    checked = 0
+    slack = 3
     for cls in range(len(COLOURS)):
         near = (np.abs(out.astype(int) - COLOURS[cls]) < 60).all(2)
         for k in np.flatnonzero(classes == cls):
-            box, others = boxes[k], np.delete(boxes, k, axis=0)
+            box = boxes[k]
+            others = np.delete(boxes, k, axis=0)
             x1, y1, x2, y2 = np.rint(box).astype(int)
             apart = (others[:, :2] > box[2:] + 2 * slack) | (others[:, 2:] < box[:2] - 2 * slack)
             if min(x2 - x1, y2 - y1) > 12 and apart.any(1).all():
@@ -239,21 +261,26 @@ def check_colours(out, classes, boxes):
 )
 def test_the_affine_matrix_is_the_product_of_its_steps(hyp):
     """Also for an upright one, which is computed without these matrices; each draw is one of Generator.uniform."""
-    canvas, result = np.array([1280.0, 960.0]), np.array([640.0, 480.0])
+    canvas = np.array([1280.0, 960.0])
+    result = np.array([640.0, 480.0])
     for seed in range(50):
         matrix, scale = random_affine(tuple(canvas), tuple(result), hyp, np.random.default_rng(seed))
         rng = np.random.default_rng(seed)
         bend = rng.uniform(-hyp.perspective, hyp.perspective, 2)
-        angle, wanted = np.radians(rng.uniform(-hyp.degrees, hyp.degrees)), rng.uniform(1 - hyp.scale, 1 + hyp.scale)
+        angle = np.radians(rng.uniform(-hyp.degrees, hyp.degrees))
+        wanted = rng.uniform(1 - hyp.scale, 1 + hyp.scale)
         slant = np.tan(np.radians(rng.uniform(-hyp.shear, hyp.shear, 2)))
         x, y = result * rng.uniform(0.5 - hyp.translate, 0.5 + hyp.translate, 2)
         bend *= min(1, 0.8 / max(np.abs(bend) @ canvas / 2, 0.8))
-        cos, sin = wanted * np.cos(angle), wanted * np.sin(angle)
+        cos = wanted * np.cos(angle)
+        sin = wanted * np.sin(angle)
         steps = [[[1, 0, x], [0, 1, y], [0, 0, 1]], [[1, slant[0], 0], [slant[1], 1, 0], [0, 0, 1]]]
         steps += [[[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]], [[1, 0, 0], [0, 1, 0], [*bend, 1]]]
         steps += [[[1, 0, -canvas[0] / 2], [0, 1, -canvas[1] / 2], [0, 0, 1]]]
         assert scale == wanted
-        np.testing.assert_allclose(matrix, np.linalg.multi_dot([np.array(step) for step in steps]), 1e-12, 1e-12)
+        np.testing.assert_allclose(
+            matrix, np.linalg.multi_dot([np.array(step) for step in steps]), 1e-12, 1e-12
+        )
 
 
 def test_a_layers_matrix_places_the_source_in_its_tile():
@@ -269,7 +296,12 @@ def test_a_layers_matrix_places_the_source_in_its_tile():
 
 @pytest.mark.parametrize(
     "hyp",
-    [Hyp(**STILL), Hyp(**STILL, degrees=45.0), Hyp(**STILL, degrees=20.0, perspective=0.001), Hyp(**STILL, mosaic=0.0)],
+    [
+        Hyp(**STILL),
+        Hyp(**STILL, degrees=45.0),
+        Hyp(**STILL, degrees=20.0, perspective=0.001),
+        Hyp(**STILL, mosaic=0.0),
+    ],
     ids=["default", "degrees", "perspective", "no mosaic"],
 )
 def test_the_box_of_an_outline_bounds_its_visible_part(hyp):
@@ -278,20 +310,24 @@ def test_the_box_of_an_outline_bounds_its_visible_part(hyp):
 
 
 def test_bounds_of_the_visible_parts_of_polygons():
-    rng, fine = np.random.default_rng(0), 16
+    rng = np.random.default_rng(0)
+    fine = 16
     size = np.array([40.0, 30.0])
     polygons = []
     for _ in range(200):
         turns = np.sort(rng.uniform(0, 2 * np.pi, int(rng.integers(3, 9))))
         spokes = rng.uniform(2, 40, len(turns))[:, None] * np.stack([np.cos(turns), np.sin(turns)], 1)
         polygons.append(np.rint((spokes + rng.uniform(-10, 50, 2)) * fine) / fine)
-    polygons.append(np.array([(-9.0, -9.0), (60.0, -9.0), (60.0, 60.0), (-9.0, 60.0)]))  # covers the whole result
+    polygons.append(
+        np.array([(-9.0, -9.0), (60.0, -9.0), (60.0, 60.0), (-9.0, 60.0)])
+    )  # covers the whole result
     bounds = _seen_bounds(np.concatenate(polygons), np.array([len(p) for p in polygons]), size)
     seen = []
     for polygon, found in zip(polygons, bounds, strict=True):
         image = np.zeros((30 * fine, 40 * fine), np.uint8)
         cv2.fillPoly(image, [(polygon * fine).astype(np.int32)], 1)
-        rows, columns = np.flatnonzero(image.any(1)), np.flatnonzero(image.any(0))
+        rows = np.flatnonzero(image.any(1))
+        columns = np.flatnonzero(image.any(0))
         if len(rows) > 2 and len(columns) > 2:
             expected = np.array([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]) / fine
             seen.append(np.abs(found - expected).max())
@@ -299,13 +335,16 @@ def test_bounds_of_the_visible_parts_of_polygons():
             assert (found[2:] - found[:2]).min() < 3 / fine
     assert len(seen) > 100
     assert np.median(seen) < 1.5 / fine
-    assert np.percentile(seen, 97) < 3 / fine  # the drawing has a line of a pixel around it, also where that is all
+    assert (
+        np.percentile(seen, 97) < 3 / fine
+    )  # the drawing has a line of a pixel around it, also where that is all
     np.testing.assert_array_equal(bounds[-1], [0, 0, 40, 30])
 
 
 @pytest.mark.parametrize("turn", [0.0, 30.0])
 def test_copy_paste_adds_mirrored_objects_with_their_boxes(turn):
-    plain, pasted = Hyp(**STILL, degrees=turn), Hyp(**STILL, degrees=turn, copy_paste=1.0)
+    plain = Hyp(**STILL, degrees=turn)
+    pasted = Hyp(**STILL, degrees=turn, copy_paste=1.0)
     more = 0
     for seed in range(40):
         _, before, _ = scene(Trapezoids(), plain, seed)
@@ -345,7 +384,8 @@ def test_digits_are_never_flipped():
     hyp = Hyp(**STILL, mosaic=0.0, scale=0.0, translate=0.0, fliplr=1.0, flipud=1.0)
     images = []
     for flips in (False, True):
-        data, out = Photos(flips=flips, sizes=((64, 64),)), np.empty((64, 64, 3), np.uint8)
+        data = Photos(flips=flips, sizes=((64, 64),))
+        out = np.empty((64, 64, 3), np.uint8)
         training_image(data, 0, every(data), hyp, np.random.default_rng(0), out)
         images.append(out)
     np.testing.assert_array_equal(images[0], data.image(0))
@@ -383,7 +423,9 @@ def test_saturation_and_value_are_scaled_and_hue_is_rotated():
 
 
 def test_mixup_blends_two_scenes():
-    alone, mixed = (sum(len(scene(Blocks(), hyp, k)[1]) for k in range(30)) for hyp in (Hyp(), Hyp(mixup=1.0)))
+    alone, mixed = (
+        sum(len(scene(Blocks(), hyp, k)[1]) for k in range(30)) for hyp in (Hyp(), Hyp(mixup=1.0))
+    )
     assert mixed > 1.6 * alone
 
 

@@ -56,7 +56,8 @@ def test_a_bad_label_names_file_line_and_text(tmp_path, line, what):
 
 def break_labels(root: Path) -> list[str]:
     """Write six faults into a set's train labels and images; how each is reported."""
-    one, two = root / "labels/train/001.txt", root / "labels/train/002.txt"
+    one = root / "labels/train/001.txt"
+    two = root / "labels/train/002.txt"
     one.write_text("0 0.5 0.5 0.1 0.1\nx 0.5 0.5 0.1 0.1\n5 0.5 0.5 0.1 0.1\n")
     two.write_text("6 0.5 0.5 0.1\n\n1 0.3 0.5 0.2 0.4\n1 1.2 0.5 0.2 0.4\n0 0.5 0.5 0.5 0.5\n")
     (root / "images/train/003.jpg").write_bytes(b"")
@@ -112,7 +113,8 @@ def test_the_same_box_twice_is_left_out_with_a_warning(tmp_path):
 @pytest.mark.parametrize("allow", [False, True])
 def test_boxes_partly_outside_are_clipped_with_one_warning_that_counts(tmp_path, allow):
     path = make_yolo_set(tmp_path)
-    first, second = tmp_path / "labels/train/001.txt", tmp_path / "labels/train/002.txt"
+    first = tmp_path / "labels/train/001.txt"
+    second = tmp_path / "labels/train/002.txt"
     first.write_text("0 0.5 0.5 0.1 0.1\n0 0.95 0.5 0.3 0.2\n1 0.5 0.02 0.2 0.2\n")
     second.write_text("1 1.05 0.5 0.3 1.8\n0 -0.1 0.1 0.4 0.1 0.2 0.3\n0 0.5 0.5 0.2 1.01\n")
     data = Yolo(str(path), "train", allow_bad_labels=allow)
@@ -122,16 +124,26 @@ def test_boxes_partly_outside_are_clipped_with_one_warning_that_counts(tmp_path,
     np.testing.assert_allclose(data.labels(2), expected, rtol=1e-5)
     assert data.segments(2)[1].min() == 0
     outside = [str(fault) for fault in data.faults if "outside" in fault.what]
-    assert outside == [f"{first}:2: box partly outside the image, clipped to it (the first of 4): `0 0.95 0.5 0.3 0.2`"]
+    assert outside == [
+        f"{first}:2: box partly outside the image, clipped to it (the first of 4): `0 0.95 0.5 0.3 0.2`"
+    ]
 
 
 @pytest.mark.parametrize(
     ("files", "message", "hint"),
     [
-        ({"labels/train/002.txt": b"\xff\xd8\xff\x00"}, "labels/train/002.txt: cannot be read", "class cx cy w h"),
+        (
+            {"labels/train/002.txt": b"\xff\xd8\xff\x00"},
+            "labels/train/002.txt: cannot be read",
+            "class cx cy w h",
+        ),
         ({"images/train/003.jpg": b""}, "images/train/003.jpg: not a readable image", "replace"),
         ({"images/train/003.jpg": b"not an image"}, "images/train/003.jpg: not a readable image", "replace"),
-        ({"images/train/003.jpg": b"\x89PNG\r\n\x1a\n"}, "images/train/003.jpg: not a readable image", "replace"),
+        (
+            {"images/train/003.jpg": b"\x89PNG\r\n\x1a\n"},
+            "images/train/003.jpg: not a readable image",
+            "replace",
+        ),
         (
             {"images/train/001.jpg": None, "images/train/001.heic": b""},
             "labels/train/001.txt: label without image",
@@ -184,7 +196,12 @@ def test_a_bad_file_is_named(tmp_path, files, message, hint):
         ("images/train", "more", "data.yaml:2: no images in .*more$", ".jpg"),
         ("images/train", "[images/train, more]", "data.yaml:2: no images in .*more$", ".jpg"),
         ("images/train", "[images/val, images/val]", "^2 faults: (.*is listed twice){2}", ""),
-        ("images/train", "some.txt", "^2 faults: .*some.txt:2: .*is listed twice; .*some.txt:3: no such image", ""),
+        (
+            "images/train",
+            "some.txt",
+            "^2 faults: .*some.txt:2: .*is listed twice; .*some.txt:3: no such image",
+            "",
+        ),
         (DATA_YAML, "", "not a mapping", ""),
         (DATA_YAML, "- a\n- b\n", "not a mapping", ""),
         (DATA_YAML, "just words", "not a mapping", ""),
@@ -193,7 +210,9 @@ def test_a_bad_file_is_named(tmp_path, files, message, hint):
 def test_a_bad_data_yaml_names_the_line(tmp_path, old, new, message, hint):
     path = make_yolo_set(tmp_path)
     (tmp_path / "more").mkdir()
-    (tmp_path / "some.txt").write_text("images/train/001.jpg\n./images/train/001.jpg\nimages/train/nope.jpg\n")
+    (tmp_path / "some.txt").write_text(
+        "images/train/001.jpg\n./images/train/001.jpg\nimages/train/nope.jpg\n"
+    )
     path.write_text(DATA_YAML.replace(old, new, 1))
     error = error_of(path)
     assert re.search(message, error.message)
@@ -221,9 +240,14 @@ def test_all_faults_of_a_data_yaml_are_named(tmp_path):
 def test_a_download_that_is_a_script_is_never_run(tmp_path, script):
     path = make_yolo_set(tmp_path)
     marker = tmp_path / "ran"
-    path.write_text(DATA_YAML.replace("images/train", "gone") + f"download: {script.replace('MARKER', str(marker))}\n")
+    path.write_text(
+        DATA_YAML.replace("images/train", "gone") + f"download: {script.replace('MARKER', str(marker))}\n"
+    )
     error = error_of(path)
-    assert "data.yaml:6: `download` is neither an http address nor a file; scripts are never run" in error.message
+    assert (
+        "data.yaml:6: `download` is neither an http address nor a file; scripts are never run"
+        in error.message
+    )
     assert ".zip" in error.hint
     assert not marker.exists()
 

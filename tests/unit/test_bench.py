@@ -31,13 +31,26 @@ def test_two_numbers_of_ranks_are_measured_and_written(
     data = squares(tmp_path / "set", train=7)
     monkeypatch.chdir(tmp_path)
     files = ("--csv", "scaling.csv", "--markdown", "scaling.md", "--plot", "scaling.png")
-    arguments = ("--data", str(data), "--batch", "3,8", "--ranks", "1,2", "--precision", "fp32", "--json", *files)
+    arguments = (
+        "--data",
+        str(data),
+        "--batch",
+        "3,8",
+        "--ranks",
+        "1,2",
+        "--precision",
+        "fp32",
+        "--json",
+        *files,
+    )
     code, out, err = run_trainer("bench", "scaling", *SMALL, *arguments)
     assert (code, err) == (0, "")
     report = json.loads(out)
     one, two, *rest = report["rows"]
     assert [(r["ranks"], r["batch"], r["failure"]) for r in (one, two)] == [(1, 3, ""), (2, 6, "")]
-    assert [r["failure"] for r in rest] == [f"batch {batch} is larger than the 7 training images" for batch in (8, 16)]
+    assert [r["failure"] for r in rest] == [
+        f"batch {batch} is larger than the 7 training images" for batch in (8, 16)
+    ]
     for row in (one, two):
         assert row["train_epoch_s"] == pytest.approx(7 / row["train_images_per_s"])
         assert row["val_epoch_s"] == pytest.approx(3 / row["val_images_per_s"])
@@ -59,10 +72,24 @@ def test_two_numbers_of_ranks_are_measured_and_written(
 
 def test_ctrl_c_leaves_no_rank_and_shows_what_was_measured(tmp_path: Path) -> None:
     data = squares(tmp_path / "set", train=12)
-    arguments = ["bench", "scaling", *SMALL, "--data", str(data), "--batch", "2", "--ranks", "1,2", "--rounds", "500"]
+    arguments = [
+        "bench",
+        "scaling",
+        *SMALL,
+        "--data",
+        str(data),
+        "--batch",
+        "2",
+        "--ranks",
+        "1,2",
+        "--rounds",
+        "500",
+    ]
     (process,) = start(tmp_path, [{}], *arguments)
     deadline = time.monotonic() + 120
-    while len(processes_in(tmp_path)) < 3 and time.monotonic() < deadline:  # a second rank: one has been measured
+    while (
+        len(processes_in(tmp_path)) < 3 and time.monotonic() < deadline
+    ):  # a second rank: one has been measured
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
@@ -77,7 +104,11 @@ def test_workers_are_measured(tmp_path: Path, run_trainer) -> None:
     arguments = ("bench", "workers", *SMALL, "--data", str(data), "--batch", "4", "--workers", "0,1")
     code, out, err = run_trainer(*arguments)
     assert (code, err) == (0, "")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in out.splitlines()
+        if line.startswith("|")
+    ]
     assert rows[0] == ["workers", "loader alone images/s", "training images/s", "waiting for data", "host GB"]
     assert [row[0] for row in rows[2:]] == ["0", "1"]
     assert all(float(row[1]) > float(row[2]) for row in rows[2:])  # a loader without a training is quicker
@@ -108,7 +139,19 @@ def test_a_batch_that_does_not_fit_is_a_row(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
         "run()\n"
     )
-    arguments = ["bench", "scaling", *SMALL, "--imgsz", "320", "--batch", "1,64", "--ranks", "1", "--precision", "fp32"]
+    arguments = [
+        "bench",
+        "scaling",
+        *SMALL,
+        "--imgsz",
+        "320",
+        "--batch",
+        "1,64",
+        "--ranks",
+        "1",
+        "--precision",
+        "fp32",
+    ]
     arguments += ["--data", str(data), "--noval", "--json"]
     (done,) = wait(exec_trainer(tmp_path, [{}], *arguments, program=["limited.py"]))
     assert done.returncode == 0, done.stderr
@@ -129,7 +172,11 @@ def test_the_trace_has_the_steps_of_a_training_and_the_table_its_operators(
     assert (code, err) == (0, "")
     with gzip.open("trace.json.gz") as file:
         spans = Counter(event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X")
-    assert {name: spans[name] for name in ("step", "loading", "training")} == {"step": 2, "loading": 2, "training": 2}
+    assert {name: spans[name] for name in ("step", "loading", "training")} == {
+        "step": 2,
+        "loading": 2,
+        "training": 2,
+    }
     assert spans["aten::convolution_backward"] == 2 * 60  # yolov5n has 60 convolutions
     assert any("allreduce" in name or "all_reduce" in name for name in spans)
     assert any("_fused_sgd" in name for name in spans)
@@ -147,13 +194,30 @@ def test_uneven_shares_of_a_batch_train_as_one_rank_does(
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # for --augment-on device
     (tmp_path / "hyp.yaml").write_text("mosaic: 0\n")
     data = make_yolo_set(tmp_path, train=6)
-    arguments = ["--data", str(data), "--imgsz", "64", "--batch", "3", "--ranks", "1,2", "--steps", "2", "--json"]
+    arguments = [
+        "--data",
+        str(data),
+        "--imgsz",
+        "64",
+        "--batch",
+        "3",
+        "--ranks",
+        "1,2",
+        "--steps",
+        "2",
+        "--json",
+    ]
     arguments += ["--hyp", str(tmp_path / "hyp.yaml")]
     code, out, err = run_trainer("verify", *arguments, *more)
     assert not err
     report = json.loads(out)
     several = 3 if "1,3" in more else 2
-    assert [(d["ranks"], d["step"]) for d in report["differences"]] == [(1, 1), (1, 2), (several, 1), (several, 2)]
+    assert [(d["ranks"], d["step"]) for d in report["differences"]] == [
+        (1, 1),
+        (1, 2),
+        (several, 1),
+        (several, 2),
+    ]
     first, moved = report["differences"][2:]
     if "--no-sync-bn" in more:
         assert (code, report["agree"]) == (1, False)
@@ -208,7 +272,9 @@ BAD: dict[tuple[str, ...], list[tuple[list[str], str]]] = {
     ],
 }
 if not torch.cuda.is_available():  # each rank gets one of the two GPUs
-    BAD["verify",] += [(["--device", "0,1", "--ranks", "1,2"], "--device 0: no GPU can be used on this machine")]
+    BAD["verify",] += [
+        (["--device", "0,1", "--ranks", "1,2"], "--device 0: no GPU can be used on this machine")
+    ]
 
 
 @pytest.mark.parametrize("command", BAD)

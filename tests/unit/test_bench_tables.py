@@ -66,22 +66,38 @@ def test_yolov5_s_table_from_its_own_figures() -> None:
         ["4x", "64", "26", "5:57", "0:55.0"],
         ["8x", "128", "26", "3:09", "0:57.0"],
     ]
-    assert [f"{row.gain:.2f} {row.efficiency:.0%}" for row in rows] == ["1.00 100%", "1.76 88%", "3.47 87%", "6.56 82%"]
+    assert [f"{row.gain:.2f} {row.efficiency:.0%}" for row in rows] == [
+        "1.00 100%",
+        "1.76 88%",
+        "3.47 87%",
+        "6.56 82%",
+    ]
 
 
 def test_the_thread_s_table_from_its_own_figures() -> None:
     times = {4: (917, 496), 512: (21, 17)}
     rows = rows_of(
-        {Point(b, n, "fp32"): [took(t)] for b, pair in times.items() for n, t in zip((1, 2), pair, strict=True)}
+        {
+            Point(b, n, "fp32"): [took(t)]
+            for b, pair in times.items()
+            for n, t in zip((1, 2), pair, strict=True)
+        }
     )
-    assert cells(thread_table(rows))[2:] == [["4", "15:17", "8:16", "1.85"], ["512", "0:21.0", "0:17.0", "1.24"]]
+    assert cells(thread_table(rows))[2:] == [
+        ["4", "15:17", "8:16", "1.85"],
+        ["512", "0:21.0", "0:17.0", "1.24"],
+    ]
     assert cells(thread_table(rows))[0] == ["bs", "1 GPU", "2 GPU", "gain"]
 
 
 def test_a_gain_is_the_ratio_within_a_round() -> None:
     """Each round is twice as slow as the one before, with the same ratio."""
-    one, two = Point(4, 1, "fp32"), Point(4, 2, "fp32")
-    slower: dict[Point, list[Outcome]] = {one: [took(10), took(20), took(40)], two: [took(5), took(10), took(25)]}
+    one = Point(4, 1, "fp32")
+    two = Point(4, 2, "fp32")
+    slower: dict[Point, list[Outcome]] = {
+        one: [took(10), took(20), took(40)],
+        two: [took(5), took(10), took(25)],
+    }
     rows = rows_of(slower)
     assert rows[1].gain == pytest.approx(2.0)
     assert rows[1].measured == took(10)
@@ -113,7 +129,10 @@ def test_extrapolated_times_are_marked() -> None:
     part = replace(took(100, 50), epoch_steps=400, val_counted=2500)
     rows = [Row(Point(16, 1, "fp32"), part)]
     assert cells(yolov5_table(rows))[2][-2:] == ["~1:40", "~0:50.0"]
-    assert notes_of(rows) == ["~ train: extrapolated from 20 steps", "~ val: extrapolated from 2500 of 5000 images"]
+    assert notes_of(rows) == [
+        "~ train: extrapolated from 20 steps",
+        "~ val: extrapolated from 2500 of 5000 images",
+    ]
     assert not notes_of([Row(Point(16, 1, "fp32"), took(100, 50))])
 
 
@@ -143,12 +162,15 @@ def test_clock_and_devices() -> None:
 
 
 def test_the_charts_show_each_gain_once(tmp_path: Path) -> None:
-    outcomes: dict[Point, list[Outcome]] = {Point(b, n, "fp32"): [took(100 / n**0.5)] for b in (16, 4) for n in (1, 4)}
+    outcomes: dict[Point, list[Outcome]] = {
+        Point(b, n, "fp32"): [took(100 / n**0.5)] for b in (16, 4) for n in (1, 4)
+    }
     outcomes[Point(64, 1, "fp32")] = [NoMemory("out of memory")]
     rows = rows_of(outcomes)
     both = {1: 1.0, 4: 2.0}
     assert curves_of(rows) == ({"batch 16": both, "batch 4": both}, {"4 GPUs": {16: 2.0, 4: 2.0}})
-    two, fsdp = Point(16, 2, "fp32"), Point(16, 2, "fp32", parallel="fsdp")
+    two = Point(16, 2, "fp32")
+    fsdp = Point(16, 2, "fp32", parallel="fsdp")
     of_strategies = rows_of({Point(16, 1, "fp32"): [took(100)], two: [took(50)], fsdp: [took(25)]})
     assert curves_of(of_strategies) == (
         {"batch 16, fp32, ddp": {1: 1.0, 2: 2.0}, "batch 16, fp32, fsdp": {1: 1.0, 2: 4.0}},
@@ -163,7 +185,12 @@ def test_the_charts_show_each_gain_once(tmp_path: Path) -> None:
 def test_a_pipelines_options_are_dropped_for_other_strategies() -> None:
     settings = settings_of(["--stages", "2", "--imgsz", "64"], "cpu", "ddp,pipeline")
     assert (settings.stages, settings.imgsz, settings.device) == (2, 64, "cpu")
-    varied = [settings_at(settings, Point(4, 2, "fp32", parallel=strategy)) for strategy in ("ddp", "pipeline")]
-    assert [(each.parallel, each.stages, each.batch) for each in varied] == [("ddp", 0, 8), ("pipeline", 2, 8)]
+    varied = [
+        settings_at(settings, Point(4, 2, "fp32", parallel=strategy)) for strategy in ("ddp", "pipeline")
+    ]
+    assert [(each.parallel, each.stages, each.batch) for each in varied] == [
+        ("ddp", 0, 8),
+        ("pipeline", 2, 8),
+    ]
     with pytest.raises(TrainerError, match="--stages has no effect with --parallel ddp"):
         settings_of(["--stages", "2"], "cpu", "ddp,fsdp")

@@ -37,14 +37,23 @@ def random_image(rng, boxes, detections, classes=4, ties=False):
 
 def all_stats(images):
     """Return COCO's twelve figures; an image may have a mask of crowds."""
-    truth, found = [], []
+    truth = []
+    found = []
     for k, (boxes, scores, classes, gt, gt_classes, *crowd) in enumerate(images):
         for box, c, iscrowd in zip(gt, gt_classes, crowd[0] if crowd else np.zeros(len(gt)), strict=True):
             x, y, w, h = *box[:2], *(box[2:] - box[:2])
-            row = {"image_id": k, "category_id": int(c), "bbox": [x, y, w, h], "area": w * h, "iscrowd": int(iscrowd)}
+            row = {
+                "image_id": k,
+                "category_id": int(c),
+                "bbox": [x, y, w, h],
+                "area": w * h,
+                "iscrowd": int(iscrowd),
+            }
             truth.append({"id": len(truth) + 1, **row})
         for box, s, c in zip(boxes, scores, classes, strict=True):
-            found.append({"image_id": k, "category_id": int(c), "score": s, "bbox": [*box[:2], *(box[2:] - box[:2])]})
+            found.append(
+                {"image_id": k, "category_id": int(c), "score": s, "bbox": [*box[:2], *(box[2:] - box[:2])]}
+            )
     with contextlib.redirect_stdout(io.StringIO()):
         coco = COCO()
         coco.dataset = {"info": {}, "images": [{"id": k} for k in range(len(images))], "annotations": truth}
@@ -100,7 +109,9 @@ def crowded_images(seed, count=30):
     rng = np.random.default_rng(seed)
     images = []
     for k in range(count):
-        found, scores, classes, truth, truth_class = random_image(rng, 14, 400 if k % 7 == 0 else 50, ties=k % 2 == 0)
+        found, scores, classes, truth, truth_class = random_image(
+            rng, 14, 400 if k % 7 == 0 else 50, ties=k % 2 == 0
+        )
         crowd = rng.random(14) < 0.3
         truth[crowd, 2:] += 150
         inside = rng.integers(14, size=30)
@@ -141,7 +152,8 @@ def yolov5_by_hand(images):
         boxes = sum(int((p[4] == c).sum()) for p in images)
         if not boxes:
             continue
-        hits, scores = [], []
+        hits = []
+        scores = []
         for found, score, classes, truth, truth_class in images:
             order = [k for k in np.argsort(-score, kind="stable") if classes[k] == c]
             targets = truth[truth_class == c]
@@ -150,7 +162,9 @@ def yolov5_by_hand(images):
                 pairs = []
                 for d, k in enumerate(order):
                     for g, box in enumerate(targets):
-                        side = np.clip(np.minimum(found[k, 2:], box[2:]) - np.maximum(found[k, :2], box[:2]), 0, None)
+                        side = np.clip(
+                            np.minimum(found[k, 2:], box[2:]) - np.maximum(found[k, :2], box[:2]), 0, None
+                        )
                         both = np.prod(found[k, 2:] - found[k, :2]) + np.prod(box[2:] - box[:2])
                         if (iou := side.prod() / (both - side.prod())) >= threshold:
                             pairs.append((iou, d, g))
@@ -168,7 +182,8 @@ def yolov5_by_hand(images):
         ap = []
         for t in range(10):
             true = by_score[:, t].cumsum()
-            recall, precision = [0, *(true / boxes), 1], [1, *(true / np.arange(1, len(true) + 1)), 0]
+            recall = [0, *(true / boxes), 1]
+            precision = [1, *(true / np.arange(1, len(true) + 1)), 0]
             envelope = [max(precision[k:]) for k in range(len(precision))]
             at = np.interp(np.linspace(0, 1, 101), recall, envelope)
             ap.append((at[0] / 2 + at[1:-1].sum() + at[-1] / 2) / 100)
@@ -202,7 +217,8 @@ def test_precision_recall_and_f1_use_detections_above_the_confidence():
     for c, name in enumerate(NAMES):
         metric = BoxMAP([name])
         for k, (found, scores, classes, truth, truth_class) in enumerate(kept):
-            mine, there = classes == c, truth_class == c
+            mine = classes == c
+            there = truth_class == c
             metric.update(k, found[mine], scores[mine], np.zeros(mine.sum()), truth[there], there[there] * 0)
         only = metric.curves()  # at confidence 0: of all that was kept
         assert ours.per_class[name].precision == pytest.approx(only.precision[0, 0])
@@ -211,7 +227,8 @@ def test_precision_recall_and_f1_use_detections_above_the_confidence():
         assert ours.per_class[name].images == sum((p[4] == c).any() for p in images)
     by_class = np.array([s[2:5] for s in ours.per_class.values()])
     assert (ours.precision, ours.recall, ours.f1) == pytest.approx(by_class.mean(0))
-    p, r = by_class[:, 0], by_class[:, 1]
+    p = by_class[:, 0]
+    r = by_class[:, 1]
     assert by_class[:, 2] == pytest.approx(2 * p * r / (p + r))
 
 
@@ -236,12 +253,17 @@ def test_best_confidence_is_the_peak_of_mean_f1():
 
 def test_precision_is_at_iou_half_without_crowds():
     truth = np.array([[0.0, 0, 100, 100], [200, 0, 400, 200]])  # the second is a crowd
-    found = np.array([[250.0, 50, 300, 100], [0, 0, 100, 60], [0, 0, 100, 90]])  # in the crowd; IoU 0.6 and 0.9
+    found = np.array(
+        [[250.0, 50, 300, 100], [0, 0, 100, 60], [0, 0, 100, 90]]
+    )  # in the crowd; IoU 0.6 and 0.9
     metric = BoxMAP(NAMES)
     metric.update(0, found, [0.9, 0.8, 0.7], [0, 0, 0], truth, [0, 0], [False, True])
     curves = metric.curves()
     assert (curves.precision[0, 750], curves.recall[0, 750]) == (1, 1)
-    assert (curves.precision[0, 0], curves.recall[0, 0]) == (0.5, 1)  # the third finds it only at thresholds above 0.6
+    assert (curves.precision[0, 0], curves.recall[0, 0]) == (
+        0.5,
+        1,
+    )  # the third finds it only at thresholds above 0.6
 
 
 def test_class_without_detections_has_zero_precision():
@@ -279,7 +301,9 @@ def test_confusion_matrix_counts_hits_confusions_misses_and_false_alarms():
         [70.0, 10, 80, 20],  # in the crowd
     ])  # fmt: skip
     metric = BoxMAP(NAMES)
-    metric.update(0, found, [0.9, 0.8, 0.9, 0.2, 0.9, 0.9], [0, 0, 1, 2, 3, 2], there, [0, 0, 2, 1], [0, 0, 0, 1])
+    metric.update(
+        0, found, [0.9, 0.8, 0.9, 0.2, 0.9, 0.9], [0, 0, 1, 2, 3, 2], there, [0, 0, 2, 1], [0, 0, 0, 1]
+    )
     expected = np.zeros((5, 5), int)  # predicted, true; the last is the background
     expected[0, 0] = expected[1, 0] = expected[4, 2] = expected[0, 4] = expected[3, 4] = 1
     assert metric.curves().confusion.tolist() == expected.tolist()

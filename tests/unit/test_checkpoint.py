@@ -19,8 +19,19 @@ from trainer.errors import TrainerError
 from trainer.models.yolo import build_yolo, load_cfg
 from trainer.weights import checkpoint_file
 
-CONTENT: dict[str, Any] = {"format": checkpoint_file.FORMAT, "epoch": 3, "step": 30, "names": ["a", "b"], "imgsz": 64}
-CONTENT |= {"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(2)}, "hyp": {"lr0": 0.01}, "cfg": {"nc": 2}}
+CONTENT: dict[str, Any] = {
+    "format": checkpoint_file.FORMAT,
+    "epoch": 3,
+    "step": 30,
+    "names": ["a", "b"],
+    "imgsz": 64,
+}
+CONTENT |= {
+    "model": {"w": torch.ones(2)},
+    "ema": {"w": torch.zeros(2)},
+    "hyp": {"lr0": 0.01},
+    "cfg": {"nc": 2},
+}
 CONTENT["optimizer"] = {"state": {}, "param_groups": []}
 
 
@@ -72,7 +83,8 @@ def test_a_reader_finds_whole_checkpoints_at_every_moment_of_a_save(
 
     if not hard_links:
         monkeypatch.setattr(os, "link", refuse)
-    last, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
+    last = tmp_path / "last.pt"
+    previous = tmp_path / "previous.pt"
     for step in (1, 2):
         checkpoint_file.save(last, {**CONTENT, "step": step}, previous)
     steps: list[tuple[int, ...]] = []
@@ -88,7 +100,8 @@ def test_a_reader_finds_whole_checkpoints_at_every_moment_of_a_save(
 
 
 def test_a_save_after_a_kill_between_the_renames_leaves_no_third_file(tmp_path: Path) -> None:
-    last, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
+    last = tmp_path / "last.pt"
+    previous = tmp_path / "previous.pt"
     checkpoint_file.save(last, CONTENT)
     os.link(last, previous)
     checkpoint_file.save(last, {**CONTENT, "step": 31}, previous)
@@ -104,7 +117,9 @@ def test_the_newest_of_two_checkpoints_is_found_without_reading_their_tensors(tm
     size = 32 << 20
     values = {"w": torch.ones(size // 4)}
     for step, name in ((5, "last.pt"), (6, "previous.pt")):  # an older last.pt, as after a torn write
-        checkpoint_file.save(tmp_path / name, {**CONTENT, "model": values, "step": step, "settings": {"imgsz": 64}})
+        checkpoint_file.save(
+            tmp_path / name, {**CONTENT, "model": values, "step": step, "settings": {"imgsz": 64}}
+        )
     before = bytes_read()
     given = Settings(data="", resume=str(tmp_path))
     assert checkpoints.settings_of(given, frozenset()).imgsz == 64
@@ -149,7 +164,9 @@ def test_a_changed_block_of_a_tensor_is_damage(tmp_path: Path, capsys: pytest.Ca
     begin = content.index(values["w"].numpy().tobytes()) + 8192
     content[begin : begin + 4096] = os.urandom(4096)
     last.write_bytes(content)
-    with pytest.raises(TrainerError, match=r"last\.pt: the file is damaged: the sum of archive/data/\d+ is wrong"):
+    with pytest.raises(
+        TrainerError, match=r"last\.pt: the file is damaged: the sum of archive/data/\d+ is wrong"
+    ):
         checkpoint_file.load(str(last))
     found = checkpoints.newest_of_all(tmp_path)
     assert found is not None
@@ -190,7 +207,9 @@ def test_foreign_and_hostile_files_are_refused(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "empty.pt").touch()
     torch.save({"model": 1}, tmp_path / "other.pt")
     torch.save({"format": checkpoint_file.FORMAT + 1, "weights": {}}, tmp_path / "newer.pt")
-    with pytest.raises(TrainerError, match=f"another version of this trainer, in format {checkpoint_file.FORMAT + 1}"):
+    with pytest.raises(
+        TrainerError, match=f"another version of this trainer, in format {checkpoint_file.FORMAT + 1}"
+    ):
         checkpoint_file.load("newer.pt")
     for name in ("trap.pt", "text.pt", "empty.pt", "other.pt", "newer.pt", "none.pt", "."):
         with pytest.raises(TrainerError, match="--weights"):
@@ -200,7 +219,8 @@ def test_foreign_and_hostile_files_are_refused(tmp_path: Path, monkeypatch: pyte
 
 def test_weights_for_another_number_of_classes_fill_all_but_the_head() -> None:
     cfg = load_cfg("yolov5n.yaml")
-    old, new = build_yolo(cfg, nc=3), build_yolo(cfg, nc=5)
+    old = build_yolo(cfg, nc=3)
+    new = build_yolo(cfg, nc=5)
     fit, of = checkpoint_file.transfer(new, old.state_dict(), "best.pt")
     assert (fit, of) == (343, 349)
     assert torch.equal(new.state_dict()["model.0.conv.weight"], old.state_dict()["model.0.conv.weight"])
@@ -209,7 +229,9 @@ def test_weights_for_another_number_of_classes_fill_all_but_the_head() -> None:
 
 
 def test_run_folders_count_up(tmp_path: Path) -> None:
-    made = [checkpoint_file.make_run_dir({}, str(tmp_path / "a" / "runs"), "train", False).name for _ in range(3)]
+    made = [
+        checkpoint_file.make_run_dir({}, str(tmp_path / "a" / "runs"), "train", False).name for _ in range(3)
+    ]
     assert made == ["train", "train2", "train3"]
     again = checkpoint_file.make_run_dir({}, str(tmp_path / "a" / "runs"), "train", True)
     assert again.name == "train"

@@ -44,7 +44,19 @@ from trainer.weights import checkpoint_file
 
 SMALL = "shufflenet_v2_x0_5"  # few parameters, and nothing random in it
 NAMES = ("dark", "green", "red")
-QUICK = ("train", "--task", "classify", "--device", "cpu", "--imgsz", "32", "--workers", "0", "--precision", "fp32")
+QUICK = (
+    "train",
+    "--task",
+    "classify",
+    "--device",
+    "cpu",
+    "--imgsz",
+    "32",
+    "--workers",
+    "0",
+    "--precision",
+    "fp32",
+)
 QUICK += ("--project", "runs")
 
 
@@ -85,10 +97,14 @@ def test_a_classifier_learns_and_two_ranks_score_like_one(tmp_path: Path) -> Non
         assert code == 0, err
         assert "top-1" in out.splitlines()[-1]
     one, two = (table(tmp_path / f"runs/r{count}/results.csv") for count in (1, 2))
-    assert min(row["cls_loss"] for row in one) < one[0]["cls_loss"] / 2  # of three batches of eight: one may stand out
+    assert (
+        min(row["cls_loss"] for row in one) < one[0]["cls_loss"] / 2
+    )  # of three batches of eight: one may stand out
     assert one[-1]["top1"] == 1
     assert [row["top5"] for row in two] == [1] * 3  # there are three classes
-    assert two[0]["cls_loss"] == pytest.approx(one[0]["cls_loss"], rel=0.02)  # later, AdamW has enlarged rounding
+    assert two[0]["cls_loss"] == pytest.approx(
+        one[0]["cls_loss"], rel=0.02
+    )  # later, AdamW has enlarged rounding
     assert two[-1]["top1"] == 1
     for name in ("labels.png", "train_batch0.jpg", "predictions.jpg", "confusion_matrix.png", "results.png"):
         assert cv2.imread(str(tmp_path / "runs/r2" / name)) is not None, name
@@ -100,7 +116,11 @@ def test_a_classifier_learns_and_two_ranks_score_like_one(tmp_path: Path) -> Non
     code, _, err = wait(start(tmp_path, [{}], *val, "--conf", "0.1"))[0]
     assert (code, "--conf is for boxes" in err) == (2, True)
     content = weights(tmp_path / "runs/r1/best.pt")
-    assert (content["task"], content["cfg"], content["names"]) == ("classify", {"torchvision": "resnet18"}, [*NAMES])
+    assert (content["task"], content["cfg"], content["names"]) == (
+        "classify",
+        {"torchvision": "resnet18"},
+        [*NAMES],
+    )
 
 
 def test_a_killed_and_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
@@ -140,7 +160,16 @@ def test_frozen_layers_stay_constant_until_unfrozen(tmp_path: Path) -> None:
 
 
 def test_micro_batches_of_a_single_value_are_refused(tmp_path: Path) -> None:
-    options = ("--data", str(folders(tmp_path / "data")), "--cfg", SMALL, "--batch", "4", "--parallel", "pipeline")
+    options = (
+        "--data",
+        str(folders(tmp_path / "data")),
+        "--cfg",
+        SMALL,
+        "--batch",
+        "4",
+        "--parallel",
+        "pipeline",
+    )
     code, _, err = trained(tmp_path, *options, "--epochs", "1", count=2)
     assert code == 2, err
     assert "--micro-batches 4: too many for a pipeline's share of a step, 4 images" in err
@@ -152,7 +181,18 @@ def test_micro_batches_of_a_single_value_are_refused(tmp_path: Path) -> None:
 def test_verify_finds_ranks_equal_while_images_are_mixed(tmp_path: Path) -> None:
     data = folders(tmp_path / "data")
     (tmp_path / "hyp.yaml").write_text("mixup: 0.5\ncutmix: 0.5\nrandaugment: 9\n")
-    arguments = ("--task", "classify", "--data", str(data), "--hyp", "hyp.yaml", "--imgsz", "32", "--batch", "5")
+    arguments = (
+        "--task",
+        "classify",
+        "--data",
+        str(data),
+        "--hyp",
+        "hyp.yaml",
+        "--imgsz",
+        "32",
+        "--batch",
+        "5",
+    )
     done = wait(start(tmp_path, [{}], "verify", *arguments, "--ranks", "1,2", "--steps", "2", "--json"))[0]
     assert done[0] == 0, done
     found = json.loads(done[1])["differences"]
@@ -170,10 +210,13 @@ def test_a_batch_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
             loader = task.train_loader(place, torch.device("cpu"))
             batch = list(loader.epoch(1))[number]
             parts.append(task.move(batch, torch.device("cpu")))
-        return torch.cat([images for images, _ in parts]), torch.cat([targets["classes"] for _, targets in parts])
+        return torch.cat([images for images, _ in parts]), torch.cat(
+            [targets["classes"] for _, targets in parts]
+        )
 
     for number in range(3):
-        whole, parts = step(1, number), step(3, number)
+        whole = step(1, number)
+        parts = step(3, number)
         assert torch.equal(whole[0], parts[0])
         assert torch.equal(whole[1], parts[1])
         assert whole[1].sum(1) == pytest.approx(np.ones(len(whole[1])))
@@ -245,8 +288,13 @@ class Asked(Arrays):
 
 
 def test_files_are_decoded_at_the_size_of_the_transform() -> None:
-    for imgsz, pad, trained_at, validated_at in ((32, None, 32, 32), (96, None, 192, 110), (96, 4.0, 96, 110)):
-        data, spec = Asked(), BatchSpec(np.arange(2), (imgsz, imgsz))
+    for imgsz, pad, trained_at, validated_at in (
+        (32, None, 32, 32),
+        (96, None, 192, 110),
+        (96, 4.0, 96, 110),
+    ):
+        data = Asked()
+        spec = BatchSpec(np.arange(2), (imgsz, imgsz))
         ClassificationCollate(data, imgsz, 0, Hyp(pad=pad))[spec]
         assert data.sides == {trained_at}
         ClassificationCollate(data, imgsz)[spec]
@@ -254,7 +302,8 @@ def test_files_are_decoded_at_the_size_of_the_transform() -> None:
 
 
 def test_embedded_digits_are_all_there_and_split() -> None:
-    train, val = open_classification("digits", "train"), open_classification("digits", "val")
+    train = open_classification("digits", "train")
+    val = open_classification("digits", "val")
     assert (len(train), len(val)) == (1438, 359)
     assert train.image(0).shape == (32, 32, 3)
     seen = {train.image(k).tobytes() for k in range(len(train))}
@@ -262,7 +311,13 @@ def test_embedded_digits_are_all_there_and_split() -> None:
 
 
 def test_crops_move_images_and_keep_their_size() -> None:
-    image = torch.arange(32 * 32, dtype=torch.int64).remainder(251).to(torch.uint8).view(1, 32, 32).expand(3, -1, -1)
+    image = (
+        torch.arange(32 * 32, dtype=torch.int64)
+        .remainder(251)
+        .to(torch.uint8)
+        .view(1, 32, 32)
+        .expand(3, -1, -1)
+    )
     results = []
     for seed in range(8):
         torch.manual_seed(seed)
@@ -281,7 +336,8 @@ def test_images_are_mirrored() -> None:
 def test_validation_uses_a_center_crop_of_large_images() -> None:
     image = torch.zeros(3, 220, 440, dtype=torch.uint8)
     image[..., :100] = image[..., -100:] = 255
-    middle, whole = val_transform(96)(image), val_transform(32)(image)
+    middle = val_transform(96)(image)
+    whole = val_transform(32)(image)
     assert (middle.shape, int(middle.max())) == ((3, 96, 96), 0)
     assert (whole.shape, int(whole.max())) == ((3, 32, 32), 255)
 
@@ -311,7 +367,8 @@ def test_images_are_normalised_as_for_torchvisions_weights() -> None:
 
 def test_top_k_of_merged_ranks_is_that_of_all_images() -> None:
     generator = torch.Generator().manual_seed(0)
-    logits, labels = torch.randn(200, 12, generator=generator), torch.randint(0, 12, (200,), generator=generator)
+    logits = torch.randn(200, 12, generator=generator)
+    labels = torch.randint(0, 12, (200,), generator=generator)
     parts = [TopK([str(k) for k in range(12)]) for _ in range(3)]
     for part, rows in zip(parts, torch.arange(200).split([120, 79, 1]), strict=True):
         part.update(logits[rows], labels[rows])
@@ -331,9 +388,12 @@ def test_top_k_of_merged_ranks_is_that_of_all_images() -> None:
 def test_the_loss_is_torchs_cross_entropy() -> None:
     task = open_task(settings("digits", "classify", hyp=Hyp(mosaic=0.0, label_smoothing=0.1), imgsz=32))
     loss = task.criterion()
-    logits, labels = torch.randn(6, 10), torch.arange(6)
+    logits = torch.randn(6, 10)
+    labels = torch.arange(6)
     terms = mean_terms(*loss(logits, {"classes": labels}, (32, 32)), loss.gains)
-    assert float(terms.sum()) == pytest.approx(float(F.cross_entropy(logits, labels, label_smoothing=0.1)), rel=1e-6)
+    assert float(terms.sum()) == pytest.approx(
+        float(F.cross_entropy(logits, labels, label_smoothing=0.1)), rel=1e-6
+    )
 
 
 def test_a_vit_is_built_for_the_image_size() -> None:
@@ -375,12 +435,17 @@ def test_freezing_by_number_and_all_but_the_head() -> None:
         ({"hyp": Hyp(mosaic=0.0, randaugment=0.5)}, "randaugment must be a whole number"),
         ({"cfg": "resnet19"}, "no classification model"),
         ({"cfg": "inception_v3"}, "not supported"),
-        ({"cfg": "alexnet"}, "--cfg alexnet with --imgsz 32: the network does not accept such images: .*too small"),
+        (
+            {"cfg": "alexnet"},
+            "--cfg alexnet with --imgsz 32: the network does not accept such images: .*too small",
+        ),
         ({"cfg": "vit_h_14"}, "--cfg vit_h_14 with --imgsz 32: .*indivisible by patch size"),
         ({"data": "nowhere"}, "no such folder"),
     ],
 )
-def test_invalid_settings_of_classification_are_refused(tmp_path: Path, more: dict[str, Any], said: str) -> None:
+def test_invalid_settings_of_classification_are_refused(
+    tmp_path: Path, more: dict[str, Any], said: str
+) -> None:
     values = {"data": str(folders(tmp_path)), "imgsz": 32, **more}
     with pytest.raises(TrainerError, match=said):
         open_task(settings(task="classify", **values)).build(print)
@@ -407,7 +472,17 @@ def test_errors_name_the_folder_or_file(tmp_path: Path) -> None:
 def test_a_side_of_0_is_an_error(tmp_path: Path) -> None:
     data = folders(tmp_path / "data")
     assert trained(tmp_path, "--data", str(data), "--batch", "12", "--epochs", "1", "--noval")[0] == 0
-    arguments = ("val", "--weights", "runs/train/best.pt", "--data", str(data), "--device", "cpu", "--imgsz", "0")
+    arguments = (
+        "val",
+        "--weights",
+        "runs/train/best.pt",
+        "--data",
+        str(data),
+        "--device",
+        "cpu",
+        "--imgsz",
+        "0",
+    )
     done = wait(start(tmp_path, ranks(1), *arguments), code=2)[0]
     assert "--imgsz 0 is not a multiple of 32" in done.stderr
 
@@ -449,20 +524,26 @@ OLD_NAMES = {
 
 
 @pytest.mark.parametrize("name", OLD_NAMES)
-def test_torchvisions_older_weights_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_torchvisions_older_weights_are_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     with torch.device("meta"):
         shapes = get_model(name).state_dict()
     values = {key: torch.tensor(k).to(tensor.dtype) for k, (key, tensor) in enumerate(shapes.items())}
     body = [key for key in values if not key.startswith(("classifier.", "heads."))]
-    file = {key: value.expand(shapes[key].shape) for key, value in values.items()}  # of one number each on disk
+    file = {
+        key: value.expand(shapes[key].shape) for key, value in values.items()
+    }  # of one number each on disk
     for now, then in [*OLD_NAMES[name], (".*num_batches_tracked", "")]:
         file = {re.sub(now, then, key): tensor for key, tensor in file.items()}
     file.pop("", None)  # batch norm did not count then
     torch.save(file, own_file(tmp_path, name))
     said: list[str] = []
     data = str(folders(tmp_path / "data"))
-    found = open_task(settings(data, "classify", cfg=name, weights="torchvision")).build(said.append).state_dict()
+    found = (
+        open_task(settings(data, "classify", cfg=name, weights="torchvision")).build(said.append).state_dict()
+    )
     assert said == [f"weights from torchvision: {len(body)}/{len(values)} tensors"]
     for key in body:
         if not key.endswith("num_batches_tracked"):
@@ -477,10 +558,13 @@ class Malicious:
         return Path.touch, (self._path,)
 
 
-def test_a_file_of_torchvisions_weights_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_torchvisions_weights_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     task = open_task(settings(str(folders(tmp_path / "data")), "classify", cfg=SMALL, weights="torchvision"))
-    file, touched = own_file(tmp_path, SMALL), tmp_path / "touched"
+    file = own_file(tmp_path, SMALL)
+    touched = tmp_path / "touched"
     torch.save({"conv1.0.weight": Malicious(touched)}, file)
     whole = file.read_bytes()
     for content in (whole, whole[: len(whole) // 2], b"", b"no weights", b"\x80"):

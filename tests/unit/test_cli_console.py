@@ -43,7 +43,8 @@ def test_a_table_in_a_pipe_has_a_line_for_each_row(
 def test_a_printable_text_has_its_words_and_no_control_sequence() -> None:
     assert printable(HOSTILE) == "abcdefgchijklm"
     assert (
-        printable("\x1b[31mred\x1b[0m line\n\tsecond \u2501 \u65e5\u672c") == "red line\n\tsecond \u2501 \u65e5\u672c"
+        printable("\x1b[31mred\x1b[0m line\n\tsecond \u2501 \u65e5\u672c")
+        == "red line\n\tsecond \u2501 \u65e5\u672c"
     )
     assert printable("\x1b]52;c;unterminated\nnext") == "]52;c;unterminated\nnext"  # nothing is hidden
 
@@ -76,7 +77,10 @@ def test_the_display_of_a_job_cannot_control_the_terminal(
     view = job_state.start(plan, time.time())
     failure = Failure(HOSTILE, 0, hint=HOSTILE)
     with display.LiveDisplay(console(), plan, all_nodes=True) as live:
-        for status in (NodeStatus("node-0", "starting", detail=HOSTILE), NodeStatus("node-0", "lost", silent=HOSTILE)):
+        for status in (
+            NodeStatus("node-0", "starting", detail=HOSTILE),
+            NodeStatus("node-0", "lost", silent=HOSTILE),
+        ):
             nodes = [status, replace(status, node="node-1", phase="exited", exit_code=1, failure=failure)]
             live.show(job_state.fold(view, nodes, [], time.time()), [("node-0", "a log line")])
         live.note(HOSTILE)

@@ -19,5 +19,7 @@ except KeyboardInterrupt:
 
 
 def test_a_signal_that_another_thread_receives_ends_a_wait_of_the_main_thread():
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", LATE], capture_output=True, text=True, check=False, timeout=60
+    )
     assert (done.stdout, done.stderr) == ("interrupted\n", "")

@@ -26,7 +26,9 @@ WHOLE = ranks(4, nodes=2)[3]  # torchrun's variables of the last rank
 
 
 def test_torchruns_variables_give_rank_and_world_size() -> None:
-    assert world_of({"PATH": "/bin"}) == World(rank=0, local_rank=0, size=1, local_size=1, node=0, launched=False)
+    assert world_of({"PATH": "/bin"}) == World(
+        rank=0, local_rank=0, size=1, local_size=1, node=0, launched=False
+    )
     whole = {**WHOLE, "CLUSTER_WORLD_SIZE": "4"}
     assert world_of(whole) == World(rank=3, local_rank=1, size=4, local_size=2, node=1, launched=True)
     with pytest.raises(TrainerError, match="WORLD_SIZE is 4, but the job has 8 ranks"):
@@ -56,17 +58,23 @@ def test_impossible_ranks_are_errors(change: dict[str, str]) -> None:
         ({"OMP_NUM_THREADS": "1", "CLUSTER_JOB_ID": "job"}, 2, 8, None),  # --env OMP_NUM_THREADS=1
     ],
 )
-def test_the_nodes_cores_are_shared(environment: dict[str, str], local: int, cores: int, expected: int | None) -> None:
+def test_the_nodes_cores_are_shared(
+    environment: dict[str, str], local: int, cores: int, expected: int | None
+) -> None:
     world = World(size=local, local_size=local, launched=True)
     cpu = torch.device("cpu")
     assert thread_count(environment, world, cpu, cores) == expected
-    assert thread_count({"OMP_NUM_THREADS": "1"}, World(), cpu, 8) is None  # a choice: not started by torchrun
+    assert (
+        thread_count({"OMP_NUM_THREADS": "1"}, World(), cpu, 8) is None
+    )  # a choice: not started by torchrun
     # Threads on a GPU's host compete with the dataloader workers.
     assert thread_count(environment, world, torch.device("cuda", 0), cores) == 1
 
 
 @pytest.mark.parametrize(("nodes", "cores"), [("1", 8), ("2", 4), ("16", 1)])
-def test_nodes_on_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch, nodes: str, cores: int) -> None:
+def test_nodes_on_one_machine_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, nodes: str, cores: int
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.setattr("pathlib.Path.read_text", lambda *_, **__: "max 100000")
     monkeypatch.setenv("CLUSTER_NODES_ON_HOST", nodes)
@@ -132,7 +140,8 @@ def test_a_gpu_that_torch_cannot_use_is_an_error_and_not_the_cpu(
 
 
 def join_alone() -> None:
-    comm.TIMEOUT, comm.JOIN_WARNING_S = timedelta(seconds=3), 1.0
+    comm.TIMEOUT = timedelta(seconds=3)
+    comm.JOIN_WARNING_S = 1.0
     world = world_of(os.environ)
     try:
         with comm.rendezvous_errors(world, CPU):
@@ -143,7 +152,9 @@ def join_alone() -> None:
 
 def test_a_rank_whose_peers_do_not_join_reports_it_and_fails(tmp_path: Path) -> None:
     (alone,) = call(join_alone, tmp_path, ranks(2)[:1])
-    assert re.fullmatch(r"rank 0: not all of 2 ranks joined at 127\.0\.0\.1:\d+ within 3 s\n", alone.stdout), alone
+    assert re.fullmatch(
+        r"rank 0: not all of 2 ranks joined at 127\.0\.0\.1:\d+ within 3 s\n", alone.stdout
+    ), alone
     assert "rank 0 has waited 1 s for the others of 2 ranks at 127.0.0.1:" in alone.stderr
 
 

@@ -21,10 +21,13 @@ from trainer.engine.events import Events
 from trainer.engine.trainer import Trainer
 from trainer.errors import TrainerError
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 
 
-def chosen(device: torch.device = GPU, ranks: int = 1, steps: int = PAYS_FROM, **more: Any) -> tuple[str, str]:
+def chosen(
+    device: torch.device = GPU, ranks: int = 1, steps: int = PAYS_FROM, **more: Any
+) -> tuple[str, str]:
     return choose_mode(settings("digits", **more), device, ranks, steps)
 
 
@@ -69,7 +72,9 @@ def test_a_short_run_and_a_machine_without_a_compiler_are_not_compiled(
 
 def run_of(tmp_path: Path, **more: Any) -> Trainer:
     data = squares(tmp_path / "set", train=7)  # batches of 4 and 3 images
-    run = Trainer(settings(str(data), cfg=TINY, hyp=Hyp(), noautoanchor=True, **more), World(), CPU, Events({}))
+    run = Trainer(
+        settings(str(data), cfg=TINY, hyp=Hyp(), noautoanchor=True, **more), World(), CPU, Events({})
+    )
     run.start()
     run.local_model.train()
     return run
@@ -104,7 +109,8 @@ def test_compiled_code_outlives_a_container_and_is_kept_where_the_process_may_wr
     (tmp_path / "file").touch()
     (tmp_path / "runs").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    of_user, of_node = tmp_path / "home/trainer/compiled", tmp_path / "runs/.cache/compiled"
+    of_user = tmp_path / "home/trainer/compiled"
+    of_node = tmp_path / "runs/.cache/compiled"
     for folder, expected in {"": of_user, "runs/.cache": of_node, "file/.cache": of_user}.items():
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             monkeypatch.delenv(name, raising=False)
@@ -138,7 +144,9 @@ def test_downloads_outlive_a_container_unless_its_image_brings_some(
     assert chosen() == [None, None]
 
 
-def test_compilation_between_two_updates_keeps_the_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_between_two_updates_keeps_the_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 10 images the second and third batch have 3, and are compiled while the first one's gradients wait."""
     hyp = Hyp(nbs=16.0, warmup_epochs=0.0)
     states = []
@@ -146,7 +154,9 @@ def test_compilation_between_two_updates_keeps_the_gradients(tmp_path: Path, mon
         # Without a compiler: the test is about what happens around it.
         monkeypatch.setattr("torch.compile", lambda function, **_: function)
         data = squares(tmp_path / compiled, train=10)
-        run = Trainer(settings(str(data), hyp=hyp, noautoanchor=True, compile=compiled), World(), CPU, Events({}))
+        run = Trainer(
+            settings(str(data), hyp=hyp, noautoanchor=True, compile=compiled), World(), CPU, Events({})
+        )
         run.start()
         run.task.prepare_targets(run.train_loader, run.model, pads=True)
         run.local_model.train()
@@ -159,7 +169,9 @@ PARTS = {"_eager": "network", "_eager_loss": "loss", "_account": "meter"}
 NO_COMPILER = RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 REFUSED = PTXASError("PTXAS error: Internal Triton PTX codegen error\n`ptxas` stderr: ...")
 OLD_DRIVER = RuntimeError("Triton Error [CUDA]: the provided PTX was compiled with an unsupported toolchain.")
-CAPTURE = torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing\nCUDA kernel errors ...")
+CAPTURE = torch.AcceleratorError(
+    "CUDA error: operation not permitted when stream is capturing\nCUDA kernel errors ..."
+)
 MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 

@@ -43,7 +43,13 @@ def test_bad_settings_name_their_option(change: dict[str, Any], message: str) ->
 
 def test_digits_have_a_preset_and_everything_else_yolov5s_defaults() -> None:
     made = Settings(data="mine/data.yaml")
-    assert (made.imgsz, made.batch, made.epochs, made.optimizer, made.schedule) == (640, 16, 100, "SGD", "linear")
+    assert (made.imgsz, made.batch, made.epochs, made.optimizer, made.schedule) == (
+        640,
+        16,
+        100,
+        "SGD",
+        "linear",
+    )
     low = asdict(made.hyp)
     assert (low["lr0"], low["lrf"], low["momentum"], low["weight_decay"]) == (0.01, 0.01, 0.937, 5e-4)
     assert (low["box"], low["cls"], low["obj"], low["anchor_t"]) == (0.05, 0.5, 1.0, 4.0)
@@ -60,14 +66,31 @@ def test_json_keeps_the_settings() -> None:
     assert Settings(**json.loads(json.dumps(asdict(made)))) == made
 
 
-LOW = {"lr0": 0.01, "lrf": 0.01, "momentum": 0.937, "weight_decay": 5e-4, "warmup_epochs": 3, "warmup_momentum": 0.8}
+LOW = {
+    "lr0": 0.01,
+    "lrf": 0.01,
+    "momentum": 0.937,
+    "weight_decay": 5e-4,
+    "warmup_epochs": 3,
+    "warmup_momentum": 0.8,
+}
 LOW |= {"warmup_bias_lr": 0.1, "box": 0.05, "cls": 0.5, "cls_pw": 1, "obj": 1.0, "obj_pw": 1, "anchor_t": 4.0}
-LOW |= {"hsv_h": 0.015, "hsv_s": 0.7, "hsv_v": 0.4, "translate": 0.1, "scale": 0.5, "fliplr": 0.5, "mosaic": 1.0}
+LOW |= {
+    "hsv_h": 0.015,
+    "hsv_s": 0.7,
+    "hsv_v": 0.4,
+    "translate": 0.1,
+    "scale": 0.5,
+    "fliplr": 0.5,
+    "mosaic": 1.0,
+}
 LOW |= dict.fromkeys(("fl_gamma", "degrees", "shear", "perspective", "flipud", "mixup", "copy_paste"), 0)
 MED = {**LOW, "lrf": 0.1, "cls": 0.3, "obj": 0.7, "scale": 0.9, "mixup": 0.1}
 
 
-@pytest.mark.parametrize(("name", "values"), [("low", LOW), ("med", MED), ("high", {**MED, "copy_paste": 0.1})])
+@pytest.mark.parametrize(
+    ("name", "values"), [("low", LOW), ("med", MED), ("high", {**MED, "copy_paste": 0.1})]
+)
 def test_low_med_and_high_have_yolov5s_values_for_any_data(
     name: str, values: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,14 +109,24 @@ def test_a_hyp_file_changes_its_keys(tmp_path: Path) -> None:
     assert hyp == Hyp(box=0.07, lr0=0.001, mosaic=1.0, close_mosaic=5)
 
 
-@pytest.mark.parametrize(("task", "cfg"), [("detect", ""), ("detect", "dfine-n"), ("classify", ""), ("segment", "")])
-def test_the_printed_hyper_parameters_are_a_file_with_the_defaults(task: str, cfg: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "cfg"), [("detect", ""), ("detect", "dfine-n"), ("classify", ""), ("segment", "")]
+)
+def test_the_printed_hyper_parameters_are_a_file_with_the_defaults(
+    task: str, cfg: str, tmp_path: Path
+) -> None:
     path = tmp_path / "hyp.yaml"
     path.write_text(CliRunner().invoke(app, ["hyp", "--task", task, "--cfg", cfg]).stdout)
     assert load_hyp(str(path), preset_for("", task, cfg).hyp) == preset_for("", task, cfg).hyp
-    path.write_text(path.read_text().replace("# close_mosaic:", "close_mosaic: 3").replace("# pad:", "pad: 2"))
+    path.write_text(
+        path.read_text().replace("# close_mosaic:", "close_mosaic: 3").replace("# pad:", "pad: 2")
+    )
     changed = load_hyp(str(path), Hyp())
-    assert {changed.close_mosaic, changed.pad} - {None} == {"detect": {3.0}, "classify": {2.0}, "segment": set()}[task]
+    assert {changed.close_mosaic, changed.pad} - {None} == {
+        "detect": {3.0},
+        "classify": {2.0},
+        "segment": set(),
+    }[task]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +160,9 @@ def test_bad_hyp_files(tmp_path: Path, text: str, message: str) -> None:
     ("text", "expected"),
     [("", ()), ("0", ()), ("3", (0, 1, 2)), ("0 2 5", (0, 2, 5)), ("0,2,5", (0, 2, 5)), ("4,", (0, 1, 2, 3))],
 )
-def test_one_number_freezes_the_first_layers_and_several_freeze_these(text: str, expected: tuple[int, ...]) -> None:
+def test_one_number_freezes_the_first_layers_and_several_freeze_these(
+    text: str, expected: tuple[int, ...]
+) -> None:
     assert layers(text) == expected
 
 

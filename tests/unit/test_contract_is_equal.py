@@ -24,7 +24,9 @@ COPIES = {
 
 @pytest.mark.parametrize(("ours", "theirs"), COPIES.items())
 def test_both_halves_have_the_same_file(ours, theirs):
-    assert (ROOT / ours).read_bytes() == (ROOT / theirs).read_bytes(), f"run: cp {ours} {theirs}, or the reverse"
+    assert (ROOT / ours).read_bytes() == (ROOT / theirs).read_bytes(), (
+        f"run: cp {ours} {theirs}, or the reverse"
+    )
 
 
 def test_the_launcher_knows_the_trainers_commands():
@@ -32,7 +34,9 @@ def test_the_launcher_knows_the_trainers_commands():
 
 
 def test_the_agent_which_imports_neither_half_has_the_same_values():
-    ours = {name: getattr(cluster.contract, name) for name in dir(cluster.contract) if hasattr(settings, name)}
+    ours = {
+        name: getattr(cluster.contract, name) for name in dir(cluster.contract) if hasattr(settings, name)
+    }
     assert ours.keys() >= {"STOP_GRACE_S", "GRACE_MARGIN_S", "GRACE_FILE", "EVENT_MARK", "EXIT_RUN_ME_AGAIN"}
     assert {name: getattr(settings, name) for name in ours if name.isupper()} == {
         name: value for name, value in ours.items() if name.isupper()

@@ -45,7 +45,11 @@ BOTH = "nc: 2\nnames: [cat, dog]\n"
             f"train: [lists/train.txt, images/val]\n{BOTH}",
             [2, 1, 0, 1],
         ),
-        ({"some.txt": "images/train/001.jpg\n"}, f"train: some.txt\n{BOTH}", [1]),  # the other labels are no orphans
+        (
+            {"some.txt": "images/train/001.jpg\n"},
+            f"train: some.txt\n{BOTH}",
+            [1],
+        ),  # the other labels are no orphans
         (
             {"some.txt": "\ufeffimages/train/001.jpg\n", "labels/train/001.txt": "\ufeff1 0.5 0.5 0.1 0.1\n"},
             f"\ufefftrain: some.txt\n{BOTH}",

@@ -56,7 +56,11 @@ def test_faults_of_the_data_yaml_are_printed_once(tmp_path):
     path.write_text("train: images/train\nval: images/vla\nnames: [cat, dog, dog]\ntets: x\n")
     code, out = run_check(path)
     assert code == 2
-    assert [line.partition(": ")[0] for line in out.splitlines()[:3]] == [f"{path}:4", f"{path}:3", f"{path}:2"]
+    assert [line.partition(": ")[0] for line in out.splitlines()[:3]] == [
+        f"{path}:4",
+        f"{path}:3",
+        f"{path}:2",
+    ]
 
 
 def test_decoding_finds_a_damaged_image(tmp_path):

@@ -25,7 +25,8 @@ def corners(data: Yolo, index: int) -> np.ndarray:
     """class, x1, y1, x2, y2 in pixels of one image's boxes."""
     height, width = data.size(index)
     rows = data.labels(index)
-    low, high = rows[:, 1:3] - rows[:, 3:] / 2, rows[:, 1:3] + rows[:, 3:] / 2
+    low = rows[:, 1:3] - rows[:, 3:] / 2
+    high = rows[:, 1:3] + rows[:, 3:] / 2
     return np.concatenate([rows[:, :1], low * (width, height), high * (width, height)], 1)
 
 
@@ -106,7 +107,9 @@ def roboflow(root_name: str) -> dict[str, list[dict[str, object]]]:
 @pytest.mark.parametrize("root_name", ["pets", "cat"])
 def test_the_root_category_of_an_export_is_no_class(coco, tmp_path, root_name):
     path = save(tmp_path, roboflow(root_name))
-    out, error = convert(tmp_path, "coco", path, "--images", tmp_path / "images", "--val", coco.with_name("v.json"))
+    out, error = convert(
+        tmp_path, "coco", path, "--images", tmp_path / "images", "--val", coco.with_name("v.json")
+    )
     assert "v.json: cannot be read" in str(error)
     out, error = convert(tmp_path, "coco", path, "--images", tmp_path / "images", "--val", path)
     assert error is None
@@ -147,7 +150,9 @@ def test_two_categories_of_one_name_are_chosen_by_id(coco, tmp_path):
 
 @pytest.mark.parametrize(("classes", "names"), [("dog", ["dog"]), ("7, cat", ["cat", "dog"])])
 def test_classes_are_chosen_by_name_or_id(coco, tmp_path, classes, names):
-    _, error = convert(tmp_path, "coco", coco, "--images", tmp_path / "images", "--val", coco, "--classes", classes)
+    _, error = convert(
+        tmp_path, "coco", coco, "--images", tmp_path / "images", "--val", coco, "--classes", classes
+    )
     assert error is None
     data = Yolo(str(tmp_path / "set/data.yaml"), "train")
     assert data.names == names
@@ -166,7 +171,14 @@ def test_images_whose_objects_are_all_crowds_are_counted(coco, tmp_path):
     content = coco_content()
     for entry in content["annotations"]:
         entry["iscrowd"] = int(entry["image_id"] == 1)
-    words = ["coco", save(tmp_path, content), "--images", tmp_path / "images", "--val", tmp_path / "instances.json"]
+    words = [
+        "coco",
+        save(tmp_path, content),
+        "--images",
+        tmp_path / "images",
+        "--val",
+        tmp_path / "instances.json",
+    ]
     out, error = convert(tmp_path, *words)
     assert error is None
     assert "crowd left out (iscrowd: 1; --crowd boxes keeps their boxes): 6\n" in out
@@ -193,11 +205,15 @@ def test_coco_boxes_partly_outside_are_clipped_and_counted(coco, tmp_path):
     content = coco_content()
     for box in ([-5, 10, 30, 20], [90, 70, 40, 40], [-0.5, 0, 20, 80.5]):
         content["annotations"].append({"image_id": 3, "category_id": 7, "bbox": box})
-    out, error = convert(tmp_path, "coco", save(tmp_path, content), "--images", tmp_path / "images", "--val", coco)
+    out, error = convert(
+        tmp_path, "coco", save(tmp_path, content), "--images", tmp_path / "images", "--val", coco
+    )
     assert error is None
     assert "box partly outside its image, clipped: 4\n" in out  # twice in each split
     expected = [[1, 0, 10, 25, 30], [1, 90, 70, 100, 80], [1, 0, 0, 19.5, 80]]
-    np.testing.assert_allclose(corners(Yolo(str(tmp_path / "set/data.yaml"), "train"), 2), expected, atol=1e-4)
+    np.testing.assert_allclose(
+        corners(Yolo(str(tmp_path / "set/data.yaml"), "train"), 2), expected, atol=1e-4
+    )
 
 
 def test_voc_boxes_partly_outside_are_clipped_and_counted(voc, tmp_path):
@@ -225,7 +241,9 @@ def test_the_split_depends_on_the_names_alone(tmp_path):
     def val_of(chosen: list[str], out: str) -> set[str]:
         content["images"] = [{"id": k, "file_name": name} for k, name in enumerate(chosen)]
         images = tmp_path / "images"
-        _, error = convert(tmp_path / out, "coco", save(tmp_path, content), "--images", images, "--val-share", "0.25")
+        _, error = convert(
+            tmp_path / out, "coco", save(tmp_path, content), "--images", images, "--val-share", "0.25"
+        )
         assert error is None
         train, val = (names_in(tmp_path / out / "set/images" / split) for split in ("train", "val"))
         assert train | val == set(chosen)
@@ -290,7 +308,10 @@ def test_every_fault_of_a_coco_file_is_named_and_nothing_is_written(coco, tmp_pa
         ("[1]", "`images` must be a list"),
         ('{"images": [], "annotations": 3}', "`annotations` must be a list of objects"),
         ('{"images": [], "annotations": [], "categories": []}', "no categories"),
-        ('{"images": [], "annotations": [], "categories": [{"id": 1}]}', "categories[0].name: Field required"),
+        (
+            '{"images": [], "annotations": [], "categories": [{"id": 1}]}',
+            "categories[0].name: Field required",
+        ),
         ('{"images": [], "annotations": [], "categories": [{"id": 1, "name": "x"}]}', "no image with a box"),
     ],
 )
@@ -429,7 +450,8 @@ def test_images_in_a_folder_called_images_keep_their_labels(coco: Path, tmp_path
 
 def test_an_outline_without_area_is_replaced_by_the_box(coco: Path, tmp_path: Path) -> None:
     content = coco_content()
-    line, outside = [10, 10, 20, 10, 30, 10], [110, 10, 120, 10, 120, 20]
+    line = [10, 10, 20, 10, 30, 10]
+    outside = [110, 10, 120, 10, 120, 20]
     for number, outline in enumerate((line, outside)):
         box = {"category_id": 7, "bbox": [10, 10, 20 + number, 10], "segmentation": [outline], "iscrowd": 0}
         content["annotations"].append({"id": 200 + number, "image_id": 3, **box})
@@ -437,4 +459,6 @@ def test_an_outline_without_area_is_replaced_by_the_box(coco: Path, tmp_path: Pa
     assert error is None, said
     data = Yolo(str(tmp_path / "set" / "data.yaml"), "train")
     third = image_names(data).index("3.jpg")
-    assert corners(data, third)[:, 1:] == pytest.approx(np.array([[10, 10, 30, 20], [10, 10, 31, 20]]), abs=0.01)
+    assert corners(data, third)[:, 1:] == pytest.approx(
+        np.array([[10, 10, 30, 20], [10, 10, 31, 20]]), abs=0.01
+    )

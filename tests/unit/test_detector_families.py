@@ -55,12 +55,21 @@ def terms(parts: Parts, images: torch.Tensor, labels: torch.Tensor) -> Terms:
 
 @each_model
 def test_the_loss_is_torchvisions_own(name: str) -> None:
-    parts, images = family(name), torch.rand(2, 3, 64, 64)
+    parts = family(name)
+    images = torch.rand(2, 3, 64, 64)
     sums, counts = terms(parts, images, LABELS)
-    net, boxes, first = parts.model.net, targets_of(parts, LABELS, 2)["boxes"], int(name in ("ssdlite", "rcnn"))
-    net.transform.min_size, net.transform.max_size, net.transform.fixed_size = (64,), 64, None
-    net.transform.image_mean, net.transform.image_std, net.transform.size_divisible = MEAN, STD, 32
-    own = net(list(images), [{"boxes": b[:, 2:], "labels": b[:, 1].long() + first} for b in (boxes[:2], boxes[2:])])
+    net = parts.model.net
+    boxes = targets_of(parts, LABELS, 2)["boxes"]
+    first = int(name in ("ssdlite", "rcnn"))
+    net.transform.min_size = (64,)
+    net.transform.max_size = 64
+    net.transform.fixed_size = None
+    net.transform.image_mean = MEAN
+    net.transform.image_std = STD
+    net.transform.size_divisible = 32
+    own = net(
+        list(images), [{"boxes": b[:, 2:], "labels": b[:, 1].long() + first} for b in (boxes[:2], boxes[2:])]
+    )
     own.pop("matched", None)
     expected = sorted(own.items(), key=lambda item: NAMES.index(item[0]))
     assert (sums / counts).sum(1).tolist() == pytest.approx([value.item() for _, value in expected], rel=1e-5)
@@ -71,7 +80,8 @@ def test_the_loss_is_torchvisions_own(name: str) -> None:
 @each_model
 def test_shares_of_uneven_ranks_add_up_and_need_no_boxes(name: str) -> None:
     """The network is in evaluation mode, since batch norm would see other images in each share."""
-    parts, images = family(name), torch.rand(3, 3, 64, 64)
+    parts = family(name)
+    images = torch.rand(3, 3, 64, 64)
     parts.model.eval()
     (sums, counts), (other, others) = terms(parts, images[:2], LABELS), terms(parts, images[2:], LABELS[:0])
     whole, count = terms(parts, images, LABELS)
@@ -81,7 +91,8 @@ def test_shares_of_uneven_ranks_add_up_and_need_no_boxes(name: str) -> None:
 
 
 def test_anchors_and_proposals_are_chosen_by_the_image_and_the_step() -> None:
-    parts, image = family("rcnn"), torch.rand(1, 3, 64, 64)
+    parts = family("rcnn")
+    image = torch.rand(1, 3, 64, 64)
     parts.model.eval()
     labels = LABELS[:1]
 
@@ -100,7 +111,8 @@ def test_anchors_and_proposals_are_chosen_by_the_image_and_the_step() -> None:
 
 @each_model
 def test_the_loss_of_outputs_that_are_not_finite_is_not_finite(name: str) -> None:
-    parts, images = family(name), torch.rand(2, 3, 64, 64)
+    parts = family(name)
+    images = torch.rand(2, 3, 64, 64)
     images[0, 0, 0, 0] = torch.nan
     sums, _ = terms(parts, images, LABELS)
     assert not bool(sums.isfinite().all())
@@ -108,8 +120,10 @@ def test_the_loss_of_outputs_that_are_not_finite_is_not_finite(name: str) -> Non
 
 def test_levels_of_one_cell_have_exact_gradients_in_bf16() -> None:
     """Elsewhere than in freed memory full of NaN, what an operation does not write would be finite."""
-    parts, images = family("ssdlite"), torch.rand(2, 3, 64, 64).to(memory_format=torch.channels_last)
-    model, targets = parts.model.to(memory_format=torch.channels_last), targets_of(parts, LABELS, 2)
+    parts = family("ssdlite")
+    images = torch.rand(2, 3, 64, 64).to(memory_format=torch.channels_last)
+    model = parts.model.to(memory_format=torch.channels_last)
+    targets = targets_of(parts, LABELS, 2)
     seen = []
     for _ in range(20):
         junk = [torch.full((n,), torch.nan) for n in (33, 70, 640, 1000, 1152, 4608)]
@@ -149,15 +163,34 @@ def test_parameters_and_gflops_are_printed(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["ssdlite", "rcnn"])
 def test_two_killed_ranks_resume_bit_for_bit_and_find_boxes(name: str, tmp_path: Path) -> None:
     best = assert_resumes(tmp_path, SMALL[name]) / "best.pt"
-    shown = run(tmp_path, "val", "--weights", str(best), "--data", str(tmp_path / "squares/data.yaml"), code=0).stdout
+    shown = run(
+        tmp_path, "val", "--weights", str(best), "--data", str(tmp_path / "squares/data.yaml"), code=0
+    ).stdout
     assert re.search(r"green +2 +2 ", shown), shown
     options = ["--conf-thres", "0.001", "--save-txt", "--name", "found", "--device", "cpu"]
-    run(tmp_path, "predict", "--weights", str(best), "--source", str(tmp_path / "squares/images/val"), *options, code=0)
+    run(
+        tmp_path,
+        "predict",
+        "--weights",
+        str(best),
+        "--source",
+        str(tmp_path / "squares/images/val"),
+        *options,
+        code=0,
+    )
     assert any((tmp_path / "runs/found").rglob("*.txt"))
 
 
 def test_one_image_on_a_rank_is_too_little_for_the_batch_norm_of_small_levels(tmp_path: Path) -> None:
-    task = ["train", "--data", str(squares(tmp_path / "squares")), "--cfg", SMALL["ssdlite"], "--device", "cpu"]
+    task = [
+        "train",
+        "--data",
+        str(squares(tmp_path / "squares")),
+        "--cfg",
+        SMALL["ssdlite"],
+        "--device",
+        "cpu",
+    ]
     ended = run(tmp_path, *task, "--imgsz", "320", "--batch", "1", code=2)
     assert "can be one image of 320 x 320 px, a single value for batch norm" in ended.stderr
 

@@ -57,7 +57,8 @@ class Scenes(Trapezoids):
 
     def image(self, index, min_side=0):
         height, width = self.sizes[index]
-        rng, image = np.random.default_rng(index), np.zeros((height, width, 3), np.float32)
+        rng = np.random.default_rng(index)
+        image = np.zeros((height, width, 3), np.float32)
         for cells in (3, 9, 27):
             coarse = rng.uniform(0, 85, (cells, cells, 3)).astype(np.float32)
             image += cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
@@ -66,7 +67,10 @@ class Scenes(Trapezoids):
 
 
 def recipes(data, hyp, shape=(64, 64), count=12):
-    return [recipe_of(data, k % len(data), every(data), hyp, np.random.default_rng(k), shape) for k in range(count)]
+    return [
+        recipe_of(data, k % len(data), every(data), hyp, np.random.default_rng(k), shape)
+        for k in range(count)
+    ]
 
 
 def painted(data, made):
@@ -129,8 +133,11 @@ def test_an_image_does_not_depend_on_the_size_of_the_blocks(monkeypatch):
 
 def test_a_pool_may_exceed_2_gib():
     data = Scenes()
-    packed, beyond = pack(recipes(data, ALL, count=2), data.image), 2**31 // 3 + 1
-    pool = torch.empty((beyond + len(packed.pixels), 3), dtype=torch.uint8)  # its first pages are never touched
+    packed = pack(recipes(data, ALL, count=2), data.image)
+    beyond = 2**31 // 3 + 1
+    pool = torch.empty(
+        (beyond + len(packed.pixels), 3), dtype=torch.uint8
+    )  # its first pages are never touched
     pool[beyond:] = packed.pixels
     moved = replace(packed, pixels=pool, table=packed.table.clone())
     moved.tables()[1].view(-1, 3)[:, 0] += beyond  # places
@@ -140,7 +147,9 @@ def test_a_pool_may_exceed_2_gib():
 def test_resident_sources_give_the_same_images():
     data = Scenes()
     painter = DevicePainter(CPU)
-    painter.resident = ResidentImages(data, Layout(data, SIDE), CPU, largest_batch=1, local_size=1, refused=print)
+    painter.resident = ResidentImages(
+        data, Layout(data, SIDE), CPU, largest_batch=1, local_size=1, refused=print
+    )
     painter.resident.open()
     for number, hyp in enumerate((Hyp(mixup=0.5), Hyp(degrees=20.0, copy_paste=1.0)), PASS):
         made = recipes(data, hyp)
@@ -171,7 +180,10 @@ def test_a_tile_whose_bounds_alone_are_visible_paints_nothing():
     data = Scenes()
     hyp = Hyp(degrees=45.0, scale=0.9, translate=0.4)
     for seed in range(3):
-        made = [recipe_of(data, k % 6, every(data), hyp, np.random.default_rng([seed, k]), (64, 64)) for k in range(16)]
+        made = [
+            recipe_of(data, k % 6, every(data), hyp, np.random.default_rng([seed, k]), (64, 64))
+            for k in range(16)
+        ]
         assert (difference(data, made) <= 2).mean() >= 0.99
 
 
@@ -209,7 +221,11 @@ def start_on_simulated_gpu(data):
 def test_on_a_gpu_that_triton_cannot_use_the_workers_paint(tmp_path):
     """Triton compiles a module for the driver before it opens a GPU, so the missing compiler is its first error."""
     data = squares(tmp_path / "set")
-    without = {"PATH": "/nowhere", "TRITON_LIBCUDA_PATH": "/nowhere", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    without = {
+        "PATH": "/nowhere",
+        "TRITON_LIBCUDA_PATH": "/nowhere",
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+    }
     (ended,) = call(start_on_simulated_gpu, tmp_path, [{**without, "TRITON_INTERPRET": "0"}], str(data))
     *notes, device, hint = ended.stdout.splitlines()
     (note,) = (line for line in notes if "the dataloader workers paint" in line)
@@ -234,7 +250,8 @@ def compile_for_gpus():
     block = dict(zip(("ROWS", "COLUMNS"), _BLOCK, strict=True))
     dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     for gpu in GPUS:
-        source, how = ASTSource(paint_batch, signature, block), {"num_warps": 4, "enable_fp_fusion": False}
+        source = ASTSource(paint_batch, signature, block)
+        how = {"num_warps": 4, "enable_fp_fusion": False}
         made = triton.compile(source, target=GPUTarget("cuda", gpu, 32), options=how)
         Path("kernel.cubin").write_bytes(made.asm["cubin"])
         words = [dump, "--dump-resource-usage", "kernel.cubin"]
@@ -250,5 +267,7 @@ def test_the_kernel_compiles_for_each_gpu_without_spills(tmp_path):
     lines = [line.split() for line in ended.stdout.splitlines()]
     assert [int(gpu) for gpu, *_ in lines] == list(GPUS)
     for _, registers, *spilled in lines:
-        assert int(registers.removeprefix("REG:")) <= 64  # a multiprocessor of 65,536 has room for 1,024 threads
+        assert (
+            int(registers.removeprefix("REG:")) <= 64
+        )  # a multiprocessor of 65,536 has room for 1,024 threads
         assert spilled == ["STACK:0", "LOCAL:0"]

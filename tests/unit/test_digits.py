@@ -35,7 +35,8 @@ def test_training_and_validation_share_no_scan():
 
 
 def test_a_page_depends_on_split_index_and_size_alone():
-    some, other = Digits("train", 160), Digits("train", 160)
+    some = Digits("train", 160)
+    other = Digits("train", 160)
     late = some.image(700)
     for index in (3, 700):
         np.testing.assert_array_equal(some.image(index), other.image(index))
@@ -51,7 +52,8 @@ def test_pages_hold_several_digits_inside_the_page(side):
     assert data.names == list("0123456789")
     assert not data.flips
     assert (len(data), len(open_dataset("digits", "val", imgsz=side))) == (2000, 256)
-    counts, heights = [], []
+    counts = []
+    heights = []
     for index in range(60):
         assert data.image(index).shape == (side, side, 3)
         assert data.size(index) == (side, side)
@@ -76,7 +78,8 @@ def test_boxes_are_tight_around_the_ink():
         for x1, y1, x2, y2 in boxes:
             paper[y1:y2, x1:x2] = False
             digit = page[y1:y2, x1:x2]
-            ink, middle = digit.max(), (digit.max() + np.median(page)) / 2
+            ink = digit.max()
+            middle = (digit.max() + np.median(page)) / 2
             assert ink > 150
             edges = (digit[:3], digit[-3:], digit[:, :3], digit[:, -3:])
             assert all(edge.max() > middle - 15 for edge in edges)

@@ -55,7 +55,8 @@ def commands(text: str) -> list[list[str]]:
 
 def parse(program: str, words: list[str]) -> None:
     """Parse with the program's own parser, which exits or raises for what it does not know. Nothing is run."""
-    command, name = PROGRAMS[program], program
+    command = PROGRAMS[program]
+    name = program
     if {*words} & {*EAGER}:
         return
     while hasattr(command, "commands"):
@@ -88,7 +89,8 @@ def test_every_command_is_one_that_the_parsers_know(page):
         for words in commands(text):
             program = words[0]
             if words[:3] == ["python", "-m", "trainer"] or (program == "torchrun" and "trainer" in words):
-                program, words = "trainer", words[words.index("trainer") :]
+                program = "trainer"
+                words = words[words.index("trainer") :]
             try:
                 if program in PROGRAMS:
                     parse(program, [word for word in words[1:] if word != "..."])
@@ -110,7 +112,9 @@ def test_every_command_within_a_sentence_exists_and_has_the_options(page):
         while words and hasattr(command, "commands") and not words[0].startswith("-"):
             assert words[0] in command.commands, inline
             command = command.commands[words.pop(0)]
-        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        known = {
+            option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
         given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
         assert given <= known | {"--help", "--help-all"}, inline
 
@@ -133,7 +137,11 @@ def test_its_cluster_yaml_is_valid_and_its_plans_are_made(page, tmp_path, monkey
         if language == "yaml" and text.startswith("# job.yaml"):
             job_file.read(text, "job.yaml", BACKENDS)
         for words in commands(text) if language in SHELL else []:
-            if words[:2] == ["clusterctl", "plan"] and "..." not in words and (complete or "--backend" in words):
+            if (
+                words[:2] == ["clusterctl", "plan"]
+                and "..." not in words
+                and (complete or "--backend" in words)
+            ):
                 result = CliRunner().invoke(cluster.cli.main.app, words[1:])
                 assert result.exit_code == 0, (words, result.output, result.exception)
 
@@ -158,7 +166,9 @@ def test_its_links_lead_to_files_and_headings(page):
         assert file.exists(), target
         if heading:
             titles = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
-            slugs = [re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles]
+            slugs = [
+                re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles
+            ]
             assert heading in slugs, target
 
 
@@ -188,7 +198,8 @@ def test_the_reference_names_every_command_and_option(made):
     }.items():
         assert words in pages[name]
         assert (
-            f"[`{name.partition(' ')[2]}`]({Path(made.file_of(name)).relative_to('reference/cli')})" in made.commands()
+            f"[`{name.partition(' ')[2]}`]({Path(made.file_of(name)).relative_to('reference/cli')})"
+            in made.commands()
         )
 
 
@@ -196,7 +207,10 @@ def test_the_tables_of_keys_have_every_key_with_its_meaning(made):
     marks = made.KEYS.findall((ROOT / "docs/reference/configuration.md").read_text())
     assert sorted(marks) == sorted(made.TABLES)
     text = {mark: made.TABLES[mark]() for mark in marks}
-    rows = {mark: re.findall(r"^\| `(\w+)` \|(?:.*\|)? (.*) \|$", table, re.MULTILINE) for mark, table in text.items()}
+    rows = {
+        mark: re.findall(r"^\| `(\w+)` \|(?:.*\|)? (.*) \|$", table, re.MULTILINE)
+        for mark, table in text.items()
+    }
     assert {"address", "image", "slurm", "claim"} <= {key for key, _ in rows["cluster.yaml"]}
     assert [key for key, _ in rows["job.yaml"]] == [*job_file.file_type(BACKENDS).model_fields]
     assert {each.name for each in dataclasses.fields(Hyp)} == {key for key, _ in rows["hyperparameter-files"]}

@@ -54,7 +54,8 @@ probe=end
 
 def seen(*changes, count=2, device="cuda", addresses=None, runtime="docker", **more):
     """Return the facts of healthy nodes n1, n2, ... with the values in the i-th of `changes` replaced on node i."""
-    nodes, facts = [], {}
+    nodes = []
+    facts = {}
     for index in range(count):
         address = addresses[index] if addresses else f"10.0.0.{index + 1}"
         nodes.append(Machine(f"n{index + 1}", address, (0, 1), f"n{index + 1}", runtime=runtime))
@@ -123,9 +124,12 @@ def test_name_with_two_numbers_fails_and_names_the_node():
 
 def test_blocked_port_reports_sources_reason_and_firewall_rule():
     what = seen(count=2)
-    n2, facts = what.nodes[1], what.facts["n2"]
+    n2 = what.nodes[1]
+    facts = what.facts["n2"]
     assert judge_connections(n2, facts, {"n1": "", "n3": ""})[:2] == ("ok", "from n1, n3")
-    level, detail, fix = judge_connections(n2, facts, dict.fromkeys(("n1", "n3"), "no answer within 5 s") | {"n4": ""})
+    level, detail, fix = judge_connections(
+        n2, facts, dict.fromkeys(("n1", "n3"), "no answer within 5 s") | {"n4": ""}
+    )
     assert (level, detail) == ("failure", "10.0.0.2, a random port, from n1, n3: no answer within 5 s")
     assert 'ssh -t n2 "sudo iptables -I INPUT -s 10.0.0.0/24 -j ACCEPT"' in fix
 
@@ -134,7 +138,9 @@ DENIED = (
     "permission denied while trying to connect to the Docker daemon socket at unix:///var/run/docker.sock: "
     'Get "http://%2Fvar%2Frun%2Fdocker.sock/v1.45/info": dial unix /var/run/docker.sock: connect: permission denied'
 )
-STOPPED = "ERROR: Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?"
+STOPPED = (
+    "ERROR: Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?"
+)
 
 STOPPED_29 = (
     "failed to connect to the docker API at unix:///var/run/docker.sock; check if the path is correct and if the "
@@ -194,28 +200,98 @@ RUNS = "/home/ada/clusterctl/runs"
 @pytest.mark.parametrize(
     ("check", "facts", "found", "fix"),
     [
-        ("runtime", [NO_ENGINE, ("engine_says", DENIED)], "ada may not use docker: not in", "usermod -aG docker ada"),
-        ("runtime", [NO_ENGINE, ("engine_says", STOPPED)], "docker is installed, but", "sudo service docker start"),
-        ("runtime", [NO_ENGINE, ("engine_says", STOPPED_29)], "docker is installed, but", "sudo service docker start"),
-        ("runtime", [NO_ENGINE, ("engine_says", "no answer in 15 s")], "docker: no answer in 15 s", 'n1 "docker info"'),
+        (
+            "runtime",
+            [NO_ENGINE, ("engine_says", DENIED)],
+            "ada may not use docker: not in",
+            "usermod -aG docker ada",
+        ),
+        (
+            "runtime",
+            [NO_ENGINE, ("engine_says", STOPPED)],
+            "docker is installed, but",
+            "sudo service docker start",
+        ),
+        (
+            "runtime",
+            [NO_ENGINE, ("engine_says", STOPPED_29)],
+            "docker is installed, but",
+            "sudo service docker start",
+        ),
+        (
+            "runtime",
+            [NO_ENGINE, ("engine_says", "no answer in 15 s")],
+            "docker: no answer in 15 s",
+            'n1 "docker info"',
+        ),
         ("runtime", [("has",)], "docker is not installed", "https://docs.docker.com/engine/install/"),
         ("gpus", [("listed", "GPU 0: RTX (UUID: GPU-10)")], "no GPU 1: the node has 0", "n1: gpus: [0]"),
-        ("gpus", [("gpu",), ("gpu_says", "NVML failed")], "2 GPUs in the inventory, but NVML failed", "ubuntu-drivers"),
-        ("gpus", [("has", "docker", "nvidia-smi"), ("engine_runtimes", "runc")], "containers cannot use", "nvidia-ctk"),
-        ("gpus", [("gpu", "0, 580.82.07, 24564, 20480, RTX")], "warning: in use: GPU 0 (20.0 of 24 GB)", "nvidia-smi"),
-        ("gpus", WITHOUT_DRIVER, "2 GPUs in the inventory", "on Windows: install NVIDIA's driver (none inside WSL)"),
+        (
+            "gpus",
+            [("gpu",), ("gpu_says", "NVML failed")],
+            "2 GPUs in the inventory, but NVML failed",
+            "ubuntu-drivers",
+        ),
+        (
+            "gpus",
+            [("has", "docker", "nvidia-smi"), ("engine_runtimes", "runc")],
+            "containers cannot use",
+            "nvidia-ctk",
+        ),
+        (
+            "gpus",
+            [("gpu", "0, 580.82.07, 24564, 20480, RTX")],
+            "warning: in use: GPU 0 (20.0 of 24 GB)",
+            "nvidia-smi",
+        ),
+        (
+            "gpus",
+            WITHOUT_DRIVER,
+            "2 GPUs in the inventory",
+            "on Windows: install NVIDIA's driver (none inside WSL)",
+        ),
         ("image", [("image_id",)], "no image trainer:0.1 on this node", "clusterctl image push n1"),
-        ("architecture", [("arch", "aarch64")], "aarch64, but trainer:0.1 is for amd64", "--platform linux/arm64"),
+        (
+            "architecture",
+            [("arch", "aarch64")],
+            "aarch64, but trainer:0.1 is for amd64",
+            "--platform linux/arm64",
+        ),
         ("versions", [("cuda",)], "torch 2.9.0, NCCL 2.27.7: a build of torch without CUDA", "a CUDA build"),
         ("versions", [("torch",)], "no torch in trainer:0.1, which has python 3.12.3", "another image"),
-        ("shm", [("shm_kb", "65536 65536")], "/dev/shm has 64 MB free of 64 MB: dataloader", "size=50% /dev/shm"),
+        (
+            "shm",
+            [("shm_kb", "65536 65536")],
+            "/dev/shm has 64 MB free of 64 MB: dataloader",
+            "size=50% /dev/shm",
+        ),
         ("shm", [("shm_kb", "1000 32768000")], "/dev/shm has 0 MB free of 32000 MB", "ls -lhS /dev/shm"),
         ("disk", [("run_disk_kb", "0 300000")], f"0 MB free for {RUNS} (run_dir)", "df -h"),
-        ("limits", [("nofile", "1024")], "warning: 1024 open files: too few for many workers", "- nofile 65536"),
-        ("run_dir", [("unwritable", "Read-only")], f"{RUNS} cannot be written: Read-only", f"install -d -o ada {RUNS}"),
-        ("wsl", NAT, "WSL's networking mode is nat: other nodes", "networkingMode=mirrored, then: wsl --shutdown"),
+        (
+            "limits",
+            [("nofile", "1024")],
+            "warning: 1024 open files: too few for many workers",
+            "- nofile 65536",
+        ),
+        (
+            "run_dir",
+            [("unwritable", "Read-only")],
+            f"{RUNS} cannot be written: Read-only",
+            f"install -d -o ada {RUNS}",
+        ),
+        (
+            "wsl",
+            NAT,
+            "WSL's networking mode is nat: other nodes",
+            "networkingMode=mirrored, then: wsl --shutdown",
+        ),
         ("wsl", NAT, "WSL's networking mode is nat: other nodes cannot", "Set-NetFirewallHyperVVMSetting"),
-        ("wsl", WITHOUT_DRIVER, "WSL has no CUDA driver: /usr/lib/wsl", "on Windows: install NVIDIA's driver"),
+        (
+            "wsl",
+            WITHOUT_DRIVER,
+            "WSL has no CUDA driver: /usr/lib/wsl",
+            "on Windows: install NVIDIA's driver",
+        ),
     ],
 )
 def test_a_fault_of_one_node_is_found_with_its_fix(check, facts, found, fix):
@@ -239,11 +315,16 @@ def test_other_users_warn():
 
 
 def test_orphans_are_what_gc_would_remove():
-    old, new = (FoundJob("n1", "ssh", job, "a" * 16, "1000", True, job == "new", {}) for job in ("old", "new"))
+    old, new = (
+        FoundJob("n1", "ssh", job, "a" * 16, "1000", True, job == "new", {}) for job in ("old", "new")
+    )
     level, detail, fix = machine.orphans([old, new, replace(old, job="bobs", is_own=False)])
     assert (level, detail, fix) == ("warning", "orphans of old", "clusterctl gc")
     assert machine.orphans([new]).level == "ok"
-    assert machine.orphans(UnreachableError("squeue does not answer")).detail == "not checked: squeue does not answer"
+    assert (
+        machine.orphans(UnreachableError("squeue does not answer")).detail
+        == "not checked: squeue does not answer"
+    )
 
 
 def test_wsl_with_mirrored_networking_or_a_single_node_is_no_fault():
@@ -274,7 +355,11 @@ def test_link_is_computed_from_the_all_reduce_and_a_failed_node_is_named():
 def test_the_transport_of_nccl_is_named_and_must_be_infiniband_where_nodes_have_it():
     """Lines of NCCL's log."""
     text = "joined\nsum 1024 0.0002\nsum 67108864 0.0536870912\n"
-    for network_name, infiniband, level in (("IB", True, "ok"), ("Socket", False, "ok"), ("Socket", True, "failure")):
+    for network_name, infiniband, level in (
+        ("IB", True, "ok"),
+        ("Socket", False, "ok"),
+        ("Socket", True, "failure"),
+    ):
         log = f"n1:7:9 [0] NCCL INFO NET/IB : No device.\nn1:7:9 [0] NCCL INFO Using network {network_name}\n{text}"
         what = seen(*[[("infiniband", "yes")]] * 2) if infiniband else seen()
         (said,) = network.judge_link(what, {"n1": log, "n2": log}, "nccl")
@@ -287,7 +372,11 @@ def test_the_transport_of_nccl_is_named_and_must_be_infiniband_where_nodes_have_
 
 @pytest.mark.parametrize(
     ("runtime", "options", "visible"),
-    [("docker", ["--gpus", '"device=3"'], "0"), ("podman", ["--device", "nvidia.com/gpu=3"], "0"), ("none", [], "3")],
+    [
+        ("docker", ["--gpus", '"device=3"'], "0"),
+        ("podman", ["--device", "nvidia.com/gpu=3"], "0"),
+        ("none", [], "3"),
+    ],
 )
 def test_the_link_is_measured_on_the_first_gpu_of_the_node(runtime, options, visible):
     what = seen()

@@ -102,7 +102,9 @@ def test_a_job_keeps_weights_in_the_nodes_cache_folder(
     in_image.write_bytes(CONTENT)
     assert download.locate("yolov5s.pt", in_job) == in_image
     (tmp_path / "file").touch()
-    fallback = download.locate("yolov5m.pt", environment | {"CLUSTER_CACHE_DIR": str(tmp_path / "file" / "cache")})
+    fallback = download.locate(
+        "yolov5m.pt", environment | {"CLUSTER_CACHE_DIR": str(tmp_path / "file" / "cache")}
+    )
     assert fallback == in_image.with_name("yolov5m.pt")
 
 

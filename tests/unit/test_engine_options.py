@@ -12,7 +12,11 @@ from cluster.spec.model import Job, Machine
 
 JOB = Job("job", ("train.py",), 2, 1, "/runs", image="trainer:0.1", gpus=(0, 1), device="cuda")
 OPTIONS = ("--memory 3g", "--ulimit=nofile=65536", "--device", "--privileged", "-m 2g", "--cap-add '$SYS'")
-GOOD = (*tuple(each for each in OPTIONS if each != "--device"), "--device /dev/fuse", "--device=/dev/kvm:/dev/kvm")
+GOOD = (
+    *tuple(each for each in OPTIONS if each != "--device"),
+    "--device /dev/fuse",
+    "--device=/dev/kvm:/dev/kvm",
+)
 
 
 @pytest.mark.parametrize("runtime", ["docker", "podman"])
@@ -32,17 +36,27 @@ def test_compose_has_them_as_keys_of_every_service():
     assert len(services) == 2
     for service in services.values():
         assert service["mem_limit"] == "2g"
-        assert service["ulimits"] == {"memlock": -1, "stack": 67108864, "nofile": {"soft": 65536, "hard": 65536}}
+        assert service["ulimits"] == {
+            "memlock": -1,
+            "stack": 67108864,
+            "nofile": {"soft": 65536, "hard": 65536},
+        }
         assert service["privileged"] is True
         assert service["cap_add"] == ["$$SYS"]
         assert service["devices"] == ["/dev/fuse", "/dev/kvm:/dev/kvm"]
 
 
-@pytest.mark.parametrize("text", ["-v/data:/data", "-eA=1", "-it", "--pod x", "--env-host=true", "--timeout 5"])
+@pytest.mark.parametrize(
+    "text", ["-v/data:/data", "-eA=1", "-it", "--pod x", "--env-host=true", "--timeout 5"]
+)
 def test_those_of_podman_and_those_written_together_are_refused_with_what_to_use(text):
     with pytest.raises(UsageError) as refused:
         engine_options.parse([text])
-    assert "clusterctl" in refused.value.hint or "omit it" in refused.value.hint or "use --" in refused.value.hint
+    assert (
+        "clusterctl" in refused.value.hint
+        or "omit it" in refused.value.hint
+        or "use --" in refused.value.hint
+    )
 
 
 def test_the_hint_for_an_option_without_a_value_can_be_followed():
@@ -52,7 +66,9 @@ def test_the_hint_for_an_option_without_a_value_can_be_followed():
     assert engine_options.words(["--no-hosts=true"]) == ["--no-hosts=true"]
 
 
-@pytest.mark.parametrize("name", ["name", "net", "rm", "detach", "d", "entrypoint", "user", "e", "v", "gpus", "l", "w"])
+@pytest.mark.parametrize(
+    "name", ["name", "net", "rm", "detach", "d", "entrypoint", "user", "e", "v", "gpus", "l", "w"]
+)
 @pytest.mark.parametrize("form", ["{}", "{}=x", "{} x"])
 def test_those_that_the_launcher_sets_are_refused(name, form):
     dashes = "-" if len(name) == 1 else "--"

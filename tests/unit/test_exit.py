@@ -44,7 +44,18 @@ def make_set(folder: Path, task: str, val: int) -> Path:
 
 
 def command(data: Path, task: str = "detect", *more: str) -> list[str]:
-    options = ["--task", task, "--cfg", NETS[task], "--data", str(data), "--project", "runs", "--precision", "fp32"]
+    options = [
+        "--task",
+        task,
+        "--cfg",
+        NETS[task],
+        "--data",
+        str(data),
+        "--project",
+        "runs",
+        "--precision",
+        "fp32",
+    ]
     options += ["--imgsz", "64", "--batch", "6", "--epochs", "1", "--device", "cpu", "--workers", "1"]
     return ["train", *options, *more]
 
@@ -54,7 +65,8 @@ def load_and_exit(task: str, data: str, rank: str, world: str) -> None:
     opened = open_task(settings(data, task, cfg=NETS[task], batch=6))
     opened.build(print)
     share = {"rank": int(rank), "world": int(world), "local_size": int(world), "workers": 1, "stride": 32}
-    train, val = opened.train_loader(share, torch.device("cpu")), opened.val_loader(share)
+    train = opened.train_loader(share, torch.device("cpu"))
+    val = opened.val_loader(share)
     KEPT.extend((train, val))
     next(train.epoch(0))
     print(sum(len(batch.ids) for batch in val))
@@ -67,7 +79,9 @@ def test_a_rank_exits_with_any_number_of_validation_images(tmp_path: Path, task:
     for count in (1, 3, 15, 16, 17):
         data = make_set(tmp_path / f"set{count}", task, count)
         started = [
-            start(tmp_path, [{}], task, data, str(rank), str(world), program=("-c", _calling("load_and_exit")))[0]
+            start(
+                tmp_path, [{}], task, data, str(rank), str(world), program=("-c", _calling("load_and_exit"))
+            )[0]
             for rank in range(world)
         ]
         ended = wait(started, END_S, code=0)
@@ -79,7 +93,9 @@ def _calling(name: str) -> str:
     return f"import sys; from tests.unit.test_exit import {name} as p; p(*sys.argv[1:])"
 
 
-@pytest.mark.parametrize(("task", "world", "count"), [("detect", 2, 1), ("classify", 3, 2), ("segment", 3, 1)])
+@pytest.mark.parametrize(
+    ("task", "world", "count"), [("detect", 2, 1), ("classify", 3, 2), ("segment", 3, 1)]
+)
 def test_a_training_exits_although_a_rank_has_no_validation_image(
     tmp_path: Path, task: str, world: int, count: int
 ) -> None:
@@ -89,7 +105,9 @@ def test_a_training_exits_although_a_rank_has_no_validation_image(
     assert not processes_in(tmp_path)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGKILL, 1)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGKILL, 1)]
+)
 def test_a_stopped_training_exits_although_a_rank_has_no_validation_image(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
@@ -130,7 +148,9 @@ def fail_in_a_pass(data: str) -> None:
 
 
 @pytest.mark.parametrize("program", [drop_in_a_cycle, fail_in_a_pass])
-def test_a_program_exits_with_a_pass_that_was_not_finished(tmp_path: Path, program: Callable[[str], None]) -> None:
+def test_a_program_exits_with_a_pass_that_was_not_finished(
+    tmp_path: Path, program: Callable[[str], None]
+) -> None:
     data = make_set(tmp_path / "set", "detect", 15)
     wait(start(tmp_path, [{}], data, program=("-c", _calling(program.__name__))), END_S, code=0)
     assert not processes_in(tmp_path)
@@ -151,7 +171,9 @@ entry.run()
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["train", "--epochs", "-1"], 2)])
 def test_an_exit_function_that_hangs_is_named(tmp_path: Path, arguments: list[str], code: int) -> None:
-    (done,) = wait(exec_trainer(tmp_path, [{"RANK": "3"}], *arguments, program=("-c", HANGING)), END_S, code=code)
+    (done,) = wait(
+        exec_trainer(tmp_path, [{"RANK": "3"}], *arguments, program=("-c", HANGING)), END_S, code=code
+    )
     assert "rank 3: ended after 0 s in an exit function of a library: wait (threading.py:" in done.stderr
 
 
@@ -170,7 +192,9 @@ def leave_a_hanging_group(problem: str) -> None:
     print("left")
 
 
-@pytest.mark.parametrize(("problem", "said"), [("fails", "NCCL is broken"), ("hangs", "not possible within 0 s")])
+@pytest.mark.parametrize(
+    ("problem", "said"), [("fails", "NCCL is broken"), ("hangs", "not possible within 0 s")]
+)
 def test_a_group_that_cannot_be_left_keeps_no_rank(tmp_path: Path, problem: str, said: str) -> None:
     (done,) = call(leave_a_hanging_group, tmp_path, [{}], problem)
     assert done.stdout == "left\n"

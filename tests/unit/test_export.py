@@ -32,7 +32,14 @@ def write_checkpoint(path: Path, cfg_name: str = "yolov5n.yaml", spoil: float = 
     ends = "m.0.bias" if "anchors" in cfg else "cv3.0.2.bias"
     for bias in (name for name in state if name.endswith(ends)):
         state[bias] += 7 + spoil  # scores well above 0
-    content = {"format": checkpoint_file.FORMAT, "model": {}, "ema": state, "optimizer": {}, "epoch": 1, "step": 1}
+    content = {
+        "format": checkpoint_file.FORMAT,
+        "model": {},
+        "ema": state,
+        "optimizer": {},
+        "epoch": 1,
+        "step": 1,
+    }
     checkpoint_file.save(path, {**content, "hyp": {}, "cfg": cfg, "names": NAMES, "imgsz": 96})
     return path
 
@@ -101,7 +108,9 @@ def test_no_checkpoint_and_no_input_is_replaced(best: Path, tmp_path: Path, name
     before = (tmp_path / name).read_bytes()
     with pytest.raises(TrainerError, match="which the export would replace"):
         export(
-            str(best), "torchscript", **{**DEFAULTS, "out": str(tmp_path / name), "image": str(tmp_path / "image.png")}
+            str(best),
+            "torchscript",
+            **{**DEFAULTS, "out": str(tmp_path / name), "image": str(tmp_path / "image.png")},
         )
     assert (tmp_path / name).read_bytes() == before
 
@@ -119,7 +128,9 @@ def test_a_model_with_nan_outputs_leaves_no_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["broken.pt"]
 
 
-def test_bad_input_is_an_error_and_leaves_no_file(best: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_an_error_and_leaves_no_file(
+    best: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for kind, change, message in (
         ("tflite", {}, "--format tflite"),
         ("torchscript", {"imgsz": 100}, "not a multiple of 32"),

@@ -27,12 +27,21 @@ def test_a_program_with_its_folder_setup_and_secrets() -> None:
     assert (found["num_nodes"], found["workdir"]) == (2, HERE.cwd)
     assert found["resources"]["image_id"] == f"docker:{IMAGE}"
     assert set(found["resources"]["accelerators"].values()) == {4}
-    assert (found["envs"], found["secrets"], found["setup"]) == ({"A": "b"}, {"TOKEN": None}, "pip install -e .")
+    assert (found["envs"], found["secrets"], found["setup"]) == (
+        {"A": "b"},
+        {"TOKEN": None},
+        "pip install -e .",
+    )
     assert shlex.split(found["run"])[-3:] == ["train.py", "--name", "a b"]
     assert "--secret TOKEN" in said
 
     found, _ = task("dstack", **options)
-    assert (found["type"], found["nodes"], found["image"], found["resources"]) == ("task", 2, IMAGE, {"gpu": 4})
+    assert (found["type"], found["nodes"], found["image"], found["resources"]) == (
+        "task",
+        2,
+        IMAGE,
+        {"gpu": 4},
+    )
     assert found["files"] == [f"{HERE.cwd}:{found['working_dir']}"]
     assert found["env"] == ["A=b", "TOKEN"]
     assert found["commands"][0] == "pip install -e ."
@@ -70,7 +79,13 @@ def test_a_task_has_one_number_for_all_nodes(to: str, gpus: str, number: int) ->
 
 @pytest.mark.parametrize("to", exporters.FORMATS)
 def test_what_is_not_taken_over_is_said(to: str) -> None:
-    left_out = {"spares": 1, "partition": "gpu", "settings": ["mem=3G"], "run_root": "out", "stall_timeout_s": 9.0}
+    left_out = {
+        "spares": 1,
+        "partition": "gpu",
+        "settings": ["mem=3G"],
+        "run_root": "out",
+        "stall_timeout_s": 9.0,
+    }
     left_out |= {"run_options": ["--memory=3g"], "grace": "90s", "timeout_s": 9.0}
     said = task(to, nodes="2:4", **left_out)[1]
     for option in (

@@ -37,7 +37,9 @@ def test_other_numbers_are_refused(tmp_path: Path, name: str) -> None:
     faults, _ = found = checked(tmp_path)
     columns = len(row.split())
     file = tmp_path / "labels/train/001.txt"
-    assert faults == [f"{file}:1: {columns} columns: a box with {called}, no outline (the first of 5): `{row}`"]
+    assert faults == [
+        f"{file}:1: {columns} columns: a box with {called}, no outline (the first of 5): `{row}`"
+    ]
     assert trained(tmp_path) == found
 
 
@@ -52,7 +54,10 @@ def test_a_few_rows_that_may_be_outlines_are_outlines_with_a_warning(tmp_path: P
     path = with_row(tmp_path, row)
     faults, warnings = checked(tmp_path)
     assert faults == []
-    assert f"{tmp_path}/labels/train/001.txt:1: 13 columns: an outline, or a box with {called}?: `{row}`" in warnings
+    assert (
+        f"{tmp_path}/labels/train/001.txt:1: 13 columns: an outline, or a box with {called}?: `{row}`"
+        in warnings
+    )
     assert Yolo(str(path), "train").segments(1)[0].shape == (6, 2)
     path.write_text(f"{path.read_text()}extra_columns: 0\n")
     assert not any("key points" in text for text in checked(tmp_path)[1])
@@ -120,7 +125,8 @@ def polygons(count: int, corners: tuple[int, int], size: tuple[float, float]) ->
 def rotated_boxes(count: int) -> list[np.ndarray]:
     made = []
     for _ in range(count):
-        angle, half = RANDOM.uniform(0, np.pi), RANDOM.uniform(0.02, 0.15, 2)
+        angle = RANDOM.uniform(0, np.pi)
+        half = RANDOM.uniform(0.02, 0.15, 2)
         corners = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * half
         turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
         made.append(RANDOM.uniform(0.25, 0.75, 2) + corners @ turn.T)
@@ -143,7 +149,8 @@ def test_key_points_and_other_numbers_are_found_in_a_large_set(columns: int) -> 
         half = RANDOM.uniform(0.02, 0.3, 2)
         boxes.append(np.concatenate([RANDOM.uniform(half, 1 - half), 2 * half]))
     inside = [
-        np.concatenate([b, (b[:2] + RANDOM.uniform(-0.5, 0.5, (columns // 2, 2)) * b[2:]).ravel()]) for b in boxes
+        np.concatenate([b, (b[:2] + RANDOM.uniform(-0.5, 0.5, (columns // 2, 2)) * b[2:]).ravel()])
+        for b in boxes
     ]
     anywhere = [np.concatenate([box, RANDOM.uniform(0, 1, columns)]) for box in boxes]
     ids = [np.concatenate([box, RANDOM.uniform(0, 1, columns - 1), [k]]) for k, box in enumerate(boxes)]

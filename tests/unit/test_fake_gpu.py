@@ -64,7 +64,8 @@ def started(place: torch.device, world: World | None = None, **more: Any) -> Tra
 
 def three_steps(training: Trainer) -> list[list[float]]:
     """Take three steps, and return their loss terms."""
-    losses, batches = [], training.batches()
+    losses = []
+    batches = training.batches()
     for _ in range(3):
         # A pipeline's ranks exchange the shapes of their tensors in the first step.
         with step() if losses or training.settings.parallel != "pipeline" else contextlib.nullcontext():
@@ -81,7 +82,9 @@ def outcome(training: Trainer) -> tuple[Any, ...]:
     losses = three_steps(training)
     scores = training.validate(training.evaluator.loader)
     state = training.state_dict()
-    tensors = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for key in STATE for leaf in tree_leaves(state[key])]
+    tensors = [
+        leaf.cpu() if isinstance(leaf, Tensor) else leaf for key in STATE for leaf in tree_leaves(state[key])
+    ]
     return losses, scores, pickle.dumps(training.evaluator.metric), tensors
 
 
@@ -93,7 +96,12 @@ def assert_equal(gpu: tuple[Any, ...], cpu: tuple[Any, ...]) -> None:
 
 
 def anchors(folder: Path) -> dict[str, Any]:
-    return {"data": str(squares(folder / "set", train=12)), "cfg": TINY, "hyp": Hyp(), "augment_on": "workers"}
+    return {
+        "data": str(squares(folder / "set", train=12)),
+        "cfg": TINY,
+        "hyp": Hyp(),
+        "augment_on": "workers",
+    }
 
 
 def anchor_free(folder: Path) -> dict[str, Any]:
@@ -154,11 +162,15 @@ class GrayKernel:
 
 @pytest.fixture
 def gray_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "trainer.data.augment.paint_kernel", SimpleNamespace(paint_batch=GrayKernel()))
+    monkeypatch.setitem(
+        sys.modules, "trainer.data.augment.paint_kernel", SimpleNamespace(paint_batch=GrayKernel())
+    )
 
 
 @pytest.mark.parametrize("task", [anchors, classify, segment])
-def test_the_first_batch_on_a_gpu_is_drawn(task: Callable[[Path], dict[str, Any]], gpus: None, tmp_path: Path) -> None:
+def test_the_first_batch_on_a_gpu_is_drawn(
+    task: Callable[[Path], dict[str, Any]], gpus: None, tmp_path: Path
+) -> None:
     training = started(GPU, **task(tmp_path))
     batch = next(training.batches())
     assert batch.images.device == GPU
@@ -202,9 +214,11 @@ def test_images_stay_on_the_gpu_without_a_wait_of_the_host(
     workers: int, gpus: None, gray_kernel: None, tmp_path: Path
 ) -> None:
     """Once the pool is open, each batch brings what it lacks, and in the end it has every image."""
-    more, said = {**anchors(tmp_path), "workers": workers, "epochs": 4, "augment_on": "device"}, list[str]()
+    more = {**anchors(tmp_path), "workers": workers, "epochs": 4, "augment_on": "device"}
+    said = list[str]()
     training = started(GPU, **more)
-    loader, data = training.train_loader, training.task.train_set
+    loader = training.train_loader
+    data = training.task.train_set
     loader.cache("auto", [], World(), lambda value: [value], 1, said.append)
     for _ in range(4):
         batches = training.batches()
@@ -216,8 +230,11 @@ def test_images_stay_on_the_gpu_without_a_wait_of_the_host(
     assert resident.pixels.device == GPU
     pixels = resident.pixels.cpu()
     for k in range(len(data)):
-        image, first = data.image(k, 64), resident.table.first_pixel(k)
-        assert torch.equal(pixels[first : first + image.shape[0] * image.shape[1]], torch.tensor(image).view(-1, 3))
+        image = data.image(k, 64)
+        first = resident.table.first_pixel(k)
+        assert torch.equal(
+            pixels[first : first + image.shape[0] * image.shape[1]], torch.tensor(image).view(-1, 3)
+        )
     assert len(said) == 1
     assert "images stay on cuda:1: decoded they need 0.00 GiB of 1.0 GiB free" in said[0]
     loader.close()  # the garbage collector would wait 20 s for the workers
@@ -305,7 +322,11 @@ def plant(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None
         (lambda terms: terms.cpu().to(terms.device), HostWait, "blocking copy"),
         (lambda terms: (torch.cuda.synchronize(), terms)[1], HostWait, "synchronize"),
         (lambda terms: terms + torch.ones(3), DeviceMismatch, r"\(3,\) on cuda:1, \(3,\) on cpu"),
-        (lambda terms: terms + torch.ones(3, device="cuda:0"), DeviceMismatch, r"\(3,\) on cuda:1, \(3,\) on cuda:0"),
+        (
+            lambda terms: terms + torch.ones(3, device="cuda:0"),
+            DeviceMismatch,
+            r"\(3,\) on cuda:1, \(3,\) on cuda:0",
+        ),
         (lambda terms: (torch.zeros(()).add_(terms.sum()), terms)[1], DeviceMismatch, "aten.add_"),
         (lambda terms: torch.cat((terms, torch.ones((1,)))), DeviceMismatch, "aten.cat"),
         (lambda terms: terms.bfloat16() @ torch.ones(3, device=terms.device), RuntimeError, "dtype"),
@@ -327,7 +348,9 @@ def test_a_fault_in_the_loss_is_an_error(
         training.step(batch)
 
 
-def test_a_hard_coded_gpu_is_an_error_on_another(gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hard_coded_gpu_is_an_error_on_another(
+    gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = started(GPU, **anchors(tmp_path))
     to_first = staticmethod(lambda images: as_input(images).to("cuda:0", non_blocking=True))
     monkeypatch.setattr(NetworkWithLoss, "inputs", to_first)

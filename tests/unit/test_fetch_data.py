@@ -95,7 +95,9 @@ def test_images_are_fetched_over_http(server, tmp_path, monkeypatch, name, root)
 @pytest.mark.parametrize("spelled", ["../served/pets.zip", "{folder}/pets.zip"])
 def test_images_are_unpacked_from_a_file(archives, tmp_path, spelled):
     path = data_yaml(tmp_path / "user", spelled.format(folder=archives))
-    path.write_text(path.read_text().replace("images/train", str(path.parent / "images/train")))  # an absolute path
+    path.write_text(
+        path.read_text().replace("images/train", str(path.parent / "images/train"))
+    )  # an absolute path
     assert len(open_dataset(str(path), "train", imgsz=64)) == 4
     assert (archives / "pets.zip").is_file()
 
@@ -121,10 +123,10 @@ def test_an_incomplete_folder_is_an_error(server, tmp_path):
 
 def test_concurrent_processes_fetch_once(server, tmp_path):
     path = data_yaml(tmp_path / "user", f"{server.address}/pets.zip")
-    program = (
-        f"from trainer.data.registry import open_dataset; print(len(open_dataset({str(path)!r}, 'train', imgsz=64)))"
-    )
-    answers = [each.stdout.splitlines()[-1] for each in wait(start(tmp_path, [{}] * 3, program=("-c", program)))]
+    program = f"from trainer.data.registry import open_dataset; print(len(open_dataset({str(path)!r}, 'train', imgsz=64)))"
+    answers = [
+        each.stdout.splitlines()[-1] for each in wait(start(tmp_path, [{}] * 3, program=("-c", program)))
+    ]
     assert answers == ["4", "4", "4"]
     assert server.asked == ["/pets.zip"]
 
@@ -132,7 +134,10 @@ def test_concurrent_processes_fetch_once(server, tmp_path):
 def test_the_command(server, tmp_path):
     path = data_yaml(tmp_path / "user", f"{server.address}/pets.zip")
     done = run(tmp_path, "data", "download", "--data", str(path))
-    assert done.stdout.splitlines() == [f"data: fetching {server.address}/pets.zip", f"data: unpacked to {path.parent}"]
+    assert done.stdout.splitlines() == [
+        f"data: fetching {server.address}/pets.zip",
+        f"data: unpacked to {path.parent}",
+    ]
     done = run(tmp_path, "data", "download", "--data", str(path))
     assert done.stdout == f"{path}: all images exist\n"
 
@@ -192,7 +197,9 @@ def test_a_failed_download_leaves_no_files(server, archives, tmp_path, download,
 )
 def test_a_tar_with_paths_or_links_outside_or_devices_is_refused(tmp_path, name, kind, link):
     info = tarfile.TarInfo(name)
-    info.type, info.linkname, info.size = kind, link, 1 if kind == tarfile.REGTYPE else 0
+    info.type = kind
+    info.linkname = link
+    info.size = 1 if kind == tarfile.REGTYPE else 0
     with tarfile.open(tmp_path / "a", "w:gz") as tape:
         tape.addfile(info, io.BytesIO(b"x"))
     with pytest.raises(TrainerError, match=r"a\.tgz: cannot be unpacked: "):

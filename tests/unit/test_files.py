@@ -13,7 +13,10 @@ from cluster.transport.rsync import Rsync, at, reason
 
 
 def test_a_mirror_is_below_the_data_dir_and_this_machine_needs_none():
-    assert Machine("a", "10.0.0.1", login="a", data_dir="/big/data").mirror("/home/me/coco") == "/big/data/home/me/coco"
+    assert (
+        Machine("a", "10.0.0.1", login="a", data_dir="/big/data").mirror("/home/me/coco")
+        == "/big/data/home/me/coco"
+    )
     assert Machine("here", "10.0.0.1", data_dir="/big/data").mirror("/home/me/coco") == "/home/me/coco"
 
 

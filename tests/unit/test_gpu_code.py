@@ -24,7 +24,12 @@ def compile_step(cfg: str) -> None:
     from tests import gpu_code  # replaces functions of torch
 
     data = squares(Path("set"), train=4)
-    how = {"precision": "bf16", "noautoanchor": True, "compile": "graphs", "hyp": Hyp(nbs=1.0, warmup_epochs=0.0)}
+    how = {
+        "precision": "bf16",
+        "noautoanchor": True,
+        "compile": "graphs",
+        "hyp": Hyp(nbs=1.0, warmup_epochs=0.0),
+    }
     run = Trainer(settings(str(data), cfg=cfg, **how), World(), torch.device("cpu"), Events({}))
     run.start()
     run.local_model.train()
@@ -44,7 +49,10 @@ def test_every_kernel_of_a_step_compiles_for_each_gpu_without_spills(tmp_path: P
     """With the losses of YOLOv5 and of YOLOv8."""
     cfg = tmp_path / "net.yaml"
     cfg.write_text(ONE_LEVEL.read_text().replace("Detect, [nc, anchors]", head))
-    folders = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    folders = {
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+    }
     (ended,) = call(compile_step, tmp_path, [{**folders, "TRITON_INTERPRET": "0"}], str(cfg))
     print(ended.stdout)
     lines = [line.split() for line in ended.stdout.splitlines()]

@@ -9,7 +9,9 @@ from cluster.supervisor.gpu_queue import machines_for
 
 
 def machines(*counts):
-    return [Machine(name, "10.0.0.1", tuple(range(count))) for name, count in zip("abcd", counts, strict=False)]
+    return [
+        Machine(name, "10.0.0.1", tuple(range(count))) for name, count in zip("abcd", counts, strict=False)
+    ]
 
 
 @pytest.mark.parametrize(

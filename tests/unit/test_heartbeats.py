@@ -49,7 +49,9 @@ class World:
     def __init__(self, machines: int, per_machine: int) -> None:
         size = machines * per_machine
         groups = tuple(tuple(range(first, first + per_machine)) for first in range(0, size, per_machine))
-        self.store, self.now, self.size = CountingStore(), 0.0, size
+        self.store = CountingStore()
+        self.now = 0.0
+        self.size = size
         self.ranks: list[Heartbeats] = []
         for group in groups:
             shared = Neighbours(groups, SharedTexts.private(texts_of(size)))
@@ -148,7 +150,9 @@ def test_processes_that_share_a_folder_share_memory_and_leave_no_file(
     for name in ("here", "other"):
         (tmp_path / name).mkdir()
     for rank, ended in enumerate(call(share, tmp_path, ranks(2), *folders)):
-        texts = [f"rank {each}" if each in found else "" for found in machines if rank in found for each in (0, 1)]
+        texts = [
+            f"rank {each}" if each in found else "" for found in machines if rank in found for each in (0, 1)
+        ]
         assert ended.stdout == f"{machines} {texts} []\n"
 
 

@@ -35,10 +35,14 @@ def commands_of(name: str, command: Any) -> list[tuple[str, Any]]:
     return [(name, command), *below]
 
 
-COMMANDS = [found for name, app in PROGRAMS.items() for found in commands_of(name, typer.main.get_command(app))]
+COMMANDS = [
+    found for name, app in PROGRAMS.items() for found in commands_of(name, typer.main.get_command(app))
+]
 
 
-@pytest.mark.parametrize("line", ["clusterctl", "clusterctl launch", "clusterctl plan", "trainer", "trainer train"])
+@pytest.mark.parametrize(
+    "line", ["clusterctl", "clusterctl launch", "clusterctl plan", "trainer", "trainer train"]
+)
 def test_help_fits_a_screen(line: str) -> None:
     lines = shown(f"{line} --help")
     assert len(lines) <= 40
@@ -78,7 +82,8 @@ def test_completion_offers_the_backends(line: str, names: list[str]) -> None:
 @pytest.mark.parametrize("line", ["clusterctl launch", "clusterctl plan", "trainer train"])
 def test_help_has_the_common_options_and_help_all_the_others_under_headings(line: str) -> None:
     """The descriptions of all options, and everything that `--help` says, are in `--help-all`."""
-    common, everything = "\n".join(shown(f"{line} --help")), "\n".join(shown(f"{line} --help-all"))
+    common = "\n".join(shown(f"{line} --help"))
+    everything = "\n".join(shown(f"{line} --help-all"))
     command = dict(COMMANDS)[line]
     headings = {parameter.rich_help_panel for parameter in command.params} - {None}
     assert len(headings) >= 4
@@ -128,12 +133,15 @@ def test_only_commands_with_headings_have_help_all() -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_command_is_listed_with_a_description(program: str) -> None:
     rows = dict(re.findall(r"^  ([a-z-]+) +(\S.*)", "\n".join(shown(f"{program} --help")), re.MULTILINE))
-    names = {name.removeprefix(f"{program} "): each for name, each in COMMANDS if name.startswith(f"{program} ")}
+    names = {
+        name.removeprefix(f"{program} "): each for name, each in COMMANDS if name.startswith(f"{program} ")
+    }
     assert {name for name, each in names.items() if " " not in name and not each.hidden} <= rows.keys()
 
 
 @pytest.mark.parametrize(
-    ("of_launcher", "of_trainer"), [(cluster.cli.help, trainer.cli.help), (cluster.cli.streams, trainer.streams)]
+    ("of_launcher", "of_trainer"),
+    [(cluster.cli.help, trainer.cli.help), (cluster.cli.streams, trainer.streams)],
 )
 def test_both_programs_have_the_same_module(of_launcher: Any, of_trainer: Any) -> None:
     assert Path(of_launcher.__file__).read_text() == Path(of_trainer.__file__).read_text()

@@ -44,7 +44,9 @@ def steps(started: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize(("cfg", "most"), [("yolov5n.yaml", 629), ("yolov5nu.yaml", 818), ("yolo26n.yaml", 1445)])
+@pytest.mark.parametrize(
+    ("cfg", "most"), [("yolov5n.yaml", 629), ("yolov5nu.yaml", 818), ("yolo26n.yaml", 1445)]
+)
 def test_a_step_of_a_detector_has_no_host_wait_and_few_launches(
     cfg: str, most: int, steps: Any, tmp_path: Path
 ) -> None:
@@ -64,7 +66,13 @@ def test_a_wait_is_an_error_here(steps: Any, tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(DetectionLoss, "forward", waits)
     with pytest.raises(RuntimeError, match="meta tensor"):
-        steps(data=str(squares(tmp_path / "set", train=30)), cfg="yolov5n.yaml", batch=8, imgsz=64, noautoanchor=True)
+        steps(
+            data=str(squares(tmp_path / "set", train=30)),
+            cfg="yolov5n.yaml",
+            batch=8,
+            imgsz=64,
+            noautoanchor=True,
+        )
 
 
 class Shapes(TorchDispatchMode):
@@ -82,10 +90,15 @@ class Shapes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("cfg", ["yolov5n.yaml", "yolov5nu.yaml", "yolo26n.yaml"])
-def test_no_operation_of_a_step_has_a_shape_that_depends_on_the_labels(cfg: str, started: Any, tmp_path: Path) -> None:
+def test_no_operation_of_a_step_has_a_shape_that_depends_on_the_labels(
+    cfg: str, started: Any, tmp_path: Path
+) -> None:
     data = squares(tmp_path / "set", train=80)
-    training = started(data=str(data), cfg=cfg, batch=8, imgsz=64, noautoanchor=True, hyp=Hyp(close_mosaic=0.0))
-    steps, labels = [], set()
+    training = started(
+        data=str(data), cfg=cfg, batch=8, imgsz=64, noautoanchor=True, hyp=Hyp(close_mosaic=0.0)
+    )
+    steps = []
+    labels = set()
     for batch in training.train_loader.epoch(0, 0):
         with Shapes() as shapes:
             training.step(batch)
@@ -101,7 +114,13 @@ def test_no_operation_of_a_step_has_a_shape_that_depends_on_the_labels(cfg: str,
 @pytest.mark.parametrize("cfg", ["yolov5n.yaml", "yolov5nu.yaml", "yolo26n.yaml"])
 def test_two_hundred_batches_of_different_labels_compile_once(cfg: str, tmp_path: Path) -> None:
     """With torch's frontend alone: what makes it compile again is the same for every backend."""
-    how = {"data": str(squares(tmp_path / "set", train=20)), "cfg": cfg, "batch": 4, "imgsz": 64, "noautoanchor": True}
+    how = {
+        "data": str(squares(tmp_path / "set", train=20)),
+        "cfg": cfg,
+        "batch": 4,
+        "imgsz": 64,
+        "noautoanchor": True,
+    }
     how |= {"epochs": 40, "hyp": Hyp(close_mosaic=0.0)}
     training = Trainer(settings(**how), World(), torch.device("cpu"), Events({}))
     training.start()

@@ -23,8 +23,30 @@ REPORTED = Path(__file__).with_name("reported.txt").read_text().splitlines()
 NOW = 1795878320.0
 #: What takes the place of a value, as it stands in the JSON.
 VALUES = (
-    *("9" * 400, "-" + "9" * 400, "9" * 30, "1e308", "-1e308", "1e400", "-1", "0", "0.5", "1e-320", "null", "true"),
-    *("Infinity", "-Infinity", "NaN", '""', '"1 of 3"', '"exited"', '"\\ud800"', '"\\u001b]52;c;eA==\\u0007"'),
+    *(
+        "9" * 400,
+        "-" + "9" * 400,
+        "9" * 30,
+        "1e308",
+        "-1e308",
+        "1e400",
+        "-1",
+        "0",
+        "0.5",
+        "1e-320",
+        "null",
+        "true",
+    ),
+    *(
+        "Infinity",
+        "-Infinity",
+        "NaN",
+        '""',
+        '"1 of 3"',
+        '"exited"',
+        '"\\ud800"',
+        '"\\u001b]52;c;eA==\\u0007"',
+    ),
     *("[]", "{}", "[{}]", "[[]]", "[1,null]", '{"rank":0}', '"' + "x" * 9000 + '"', "[" * 600 + "]" * 600),
 )
 #: The state that a poll finds beside the status file.
@@ -70,13 +92,20 @@ class Screens:
         Path(self.plan.attempt_dir).mkdir(parents=True)
         self.record = JobRecord(self.plan, NOW - 60, job)
         self.joined = job_state.start(self.plan, NOW - 60)
-        self.fold(self.joined, [f'{EVENT_MARK}{{"event":"ready","node":{rank}}}' for rank in (0, 1)], ["{}", "{}"])
+        self.fold(
+            self.joined, [f'{EVENT_MARK}{{"event":"ready","node":{rank}}}' for rank in (0, 1)], ["{}", "{}"]
+        )
 
     def fold(self, view, lines, files, states=("alive", "alive")):
         names = [node.name for node in self.plan.nodes]
-        found = [node_status.from_agent(*each) for each in zip(names, map(status.parse, files), states, strict=True)]
+        found = [
+            node_status.from_agent(*each)
+            for each in zip(names, map(status.parse, files), states, strict=True)
+        ]
         events = [each for line in lines if (each := logs.event(line))]
-        return job_state.fold(view, found, [*events, *(event for each in found for event in each.events)], NOW)
+        return job_state.fold(
+            view, found, [*events, *(event for each in found for event in each.events)], NOW
+        )
 
     def show(self, lines, files, states):
         """Draw everything after one poll, and return the text."""
@@ -93,7 +122,9 @@ class Screens:
         json.dumps([each.as_json() for each in (*used, *events)], allow_nan=False)
         ranks = {rank.rank: rank for usage in used for rank in usage.ranks}
         words.append(
-            page.sections(self.record, page.Shown("running", "running"), view, NOW, is_live=True, past=[ranks, ranks])
+            page.sections(
+                self.record, page.Shown("running", "running"), view, NOW, is_live=True, past=[ranks, ranks]
+            )
         )
         ended = JobRecord(self.plan, NOW - 60, self.record.job, outcome="failed", ended_at=NOW)
         words.append(page.render(ended, view))
@@ -107,10 +138,13 @@ class Screens:
 
     def draw(self, view):
         """Draw what the terminal shows."""
-        out, usage = Console(file=io.StringIO(), width=100, force_terminal=True), display.UsageTable()
+        out = Console(file=io.StringIO(), width=100, force_terminal=True)
+        usage = display.UsageTable()
         usage.add(view)
         usage.spark("images_per_s")
-        out.print(usage.table(view), usage.table(view, by_rank=False), display.node_table(view, self.plan, NOW))
+        out.print(
+            usage.table(view), usage.table(view, by_rank=False), display.node_table(view, self.plan, NOW)
+        )
         out.print(display.joined(view, self.plan), markup=False)
         if view.progress:
             out.print(display.progress_line(view.progress, 100))

@@ -46,7 +46,9 @@ def dataset(tmp_path):
 
 def left_in_shm():
     """Return the files in /dev/shm, without the semaphores and folders of other programs."""
-    return {path for path in Path("/dev/shm").iterdir() if not (path.name.startswith("sem.") or path.is_dir())}
+    return {
+        path for path in Path("/dev/shm").iterdir() if not (path.name.startswith("sem.") or path.is_dir())
+    }
 
 
 def opened(dataset, kind="ram", folders=(), world=None, exchange=alone, threads=1, side=32):
@@ -60,7 +62,8 @@ def opened(dataset, kind="ram", folders=(), world=None, exchange=alone, threads=
 @pytest.fixture
 def decoded(dataset, monkeypatch):
     """The numbers of the images that `dataset` has decoded, in this process."""
-    numbers, read = [], dataset.image
+    numbers = []
+    read = dataset.image
     monkeypatch.setattr(dataset, "image", lambda index, side=0: numbers.append(index) or read(index, side))
     return numbers
 
@@ -121,7 +124,9 @@ def test_no_process_ever_finds_an_image_without_all_its_bytes(dataset, monkeypat
     writer = opened(dataset, "ram")
     reader = pickle.loads(pickle.dumps(writer))
     reader.stores = False
-    write, read, current = os.pwrite, [], 0
+    write = os.pwrite
+    read = []
+    current = 0
 
     def slowly(file, content, offset):
         written = write(file, content[:1000], offset)
@@ -147,7 +152,8 @@ def test_an_image_that_cannot_be_decoded_stops_the_epoch_with_its_name(dataset):
 
 
 def test_a_new_run_reads_images_that_have_changed(dataset):
-    first, path = loader_of(dataset), Path(dataset.name(0))
+    first = loader_of(dataset)
+    path = Path(dataset.name(0))
     first.cache("auto", [], World(), alone, 1, print)
     before = list(first.epoch(0))
     path.write_bytes(Path(dataset.name(7)).read_bytes())
@@ -155,7 +161,9 @@ def test_a_new_run_reads_images_that_have_changed(dataset):
     second.cache("auto", [], World(), alone, 1, print)
     after = list(second.epoch(0))
     assert_equal(after, list(loader_of(dataset).epoch(0)))
-    assert not all(torch.equal(batch.images, other.images) for batch, other in zip(before, after, strict=True))
+    assert not all(
+        torch.equal(batch.images, other.images) for batch, other in zip(before, after, strict=True)
+    )
     assert_equal(before, list(first.epoch(0)))  # a run in progress keeps its images
 
 
@@ -169,7 +177,9 @@ def test_a_disk_cache_is_reused_until_an_image_changes(dataset, tmp_path):
     assert [p.stat().st_ino for p in cache_files(homes[1])] == [made.st_ino]
     assert first.stat().st_mtime_ns == made.st_mtime_ns
     np.testing.assert_array_equal(again.image(7, 32), dataset.image(7, 32))
-    assert again.image(7, 32).shape[:2] != again.image(7).shape[:2] == dataset.size(7)  # for more, from its file
+    assert (
+        again.image(7, 32).shape[:2] != again.image(7).shape[:2] == dataset.size(7)
+    )  # for more, from its file
     os.utime(Path(dataset.name(0)), (1, 1))
     opened(dataset, "disk", homes)
     opened(dataset, "disk", homes, side=64)
@@ -183,7 +193,8 @@ def on_ranks(nodes, work):
         World(rank=rank, size=len(places), local_rank=local, local_size=nodes[node], node=node)
         for rank, (node, local) in enumerate(places)
     ]
-    values, barrier = [None] * len(worlds), threading.Barrier(len(worlds))
+    values = [None] * len(worlds)
+    barrier = threading.Barrier(len(worlds))
 
     def one(world):
         def exchange(value):
@@ -239,7 +250,9 @@ def test_a_disk_cache_decodes_an_image_once_per_folder(dataset, tmp_path, decode
 
 def test_an_undecodable_image_stops_all_ranks_without_partial_files(dataset, tmp_path):
     Path(dataset.name(2)).write_bytes(b"bad")
-    results = on_ranks([2, 1], lambda world, exchange: opened(dataset, "disk", [tmp_path / "home"], world, exchange))
+    results = on_ranks(
+        [2, 1], lambda world, exchange: opened(dataset, "disk", [tmp_path / "home"], world, exchange)
+    )
     assert all(isinstance(error, TrainerError) for error in results)
     assert {str(Path(dataset.name(2))) in error.message for error in results} == {True}
     assert not cache_files(tmp_path / "home")
@@ -253,7 +266,8 @@ def huge(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_an_error_reports_the_missing_space(tmp_path, monkeypatch, kind):
-    data, home = huge(monkeypatch), tmp_path / "home"
+    data = huge(monkeypatch)
+    home = tmp_path / "home"
     results = on_ranks([2], lambda world, exchange: opened(data, kind, [home], world, exchange, side=100_000))
     for error in results:
         assert isinstance(error, TrainerError)
@@ -265,7 +279,8 @@ def test_an_error_reports_the_missing_space(tmp_path, monkeypatch, kind):
 
 def test_auto_does_without_a_cache_that_needs_more_than_half_of_the_memory(dataset, monkeypatch):
     need = opened(dataset, "auto")._bytes.nbytes
-    loader, said = loader_of(dataset), []
+    loader = loader_of(dataset)
+    said = []
     for free, is_cached in ((2 * need, True), (2 * need - 2, False)):
         monkeypatch.setattr(image_cache, "memory_free", lambda free=free: free)
         loader.cache("auto", [], World(), alone, 1, said.append)
@@ -276,8 +291,11 @@ def test_auto_does_without_a_cache_that_needs_more_than_half_of_the_memory(datas
 
 
 def test_the_message_names_the_nodes_if_they_differ(dataset, monkeypatch):
-    data, said = dataset, []
-    monkeypatch.setattr(image_cache, "memory_free", lambda: 2**40 if threading.current_thread().name == "big" else 1)
+    data = dataset
+    said = []
+    monkeypatch.setattr(
+        image_cache, "memory_free", lambda: 2**40 if threading.current_thread().name == "big" else 1
+    )
 
     def work(world, exchange):
         threading.current_thread().name = "small" if world.node else "big"
@@ -295,7 +313,8 @@ def test_the_message_names_the_nodes_if_they_differ(dataset, monkeypatch):
 
 
 def test_auto_stores_no_more_images_when_memory_runs_out(dataset, monkeypatch, decoded):
-    images, free = opened(dataset, "auto"), 2**40
+    images = opened(dataset, "auto")
+    free = 2**40
     monkeypatch.setattr(image_cache, "memory_free", lambda: free)
     images.image(0, 32)
     free = 1
@@ -311,7 +330,8 @@ def test_auto_stores_no_more_images_when_memory_runs_out(dataset, monkeypatch, d
 @pytest.mark.parametrize("kind", ["auto", "ram"])
 def test_memory_that_the_kernel_refuses(dataset, monkeypatch, kind):
     """Only `ram` is an error then."""
-    images, expected = opened(dataset, kind), dataset.image(3, 32)
+    images = opened(dataset, kind)
+    expected = dataset.image(3, 32)
 
     def refuse(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -349,7 +369,11 @@ def test_free_memory_is_within_the_limits_of_control_groups(tmp_path, cgroup, fi
         folder = tmp_path / "sys/fs/cgroup" / group
         folder.mkdir(parents=True, exist_ok=True)
         is_first = group.startswith("memory")
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_first else ("memory.max", "memory.current")
+        names = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            if is_first
+            else ("memory.max", "memory.current")
+        )
         for name, value in zip(names, (limit, used), strict=True):
             (folder / name).write_text(f"{value if value == 'max' else value * GIB}\n")
         (folder / "memory.stat").write_text(f"anon 1\n{'total_' * is_first}inactive_file {cache * GIB}\n")
@@ -374,7 +398,10 @@ def test_generated_images_are_cached(tmp_path, kind):
 def test_a_dataset_that_ignores_the_wanted_side_is_cached_in_full(dataset, decoded):
     dataset.decodes_reduced = False
     images = opened(dataset)
-    dataset.image, reduced = lambda index, side=0: decoded.append(index) or Yolo.image(dataset, index), dataset.image
+    dataset.image, reduced = (
+        lambda index, side=0: decoded.append(index) or Yolo.image(dataset, index),
+        dataset.image,
+    )
     for _ in range(2):
         assert images.image(7, 32).shape[:2] == dataset.size(7) != reduced(7, 32).shape[:2]
     assert decoded == [7, 7, 7]  # the first by the cache

@@ -48,7 +48,9 @@ def frames(kind: str) -> bytes:
 def png_header(width: int, height: int) -> bytes:
     size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", size), (b"IDAT", zlib.compress(bytes(100))), (b"IEND", b"")]
-    packed = [struct.pack(">I", len(c)) + kind + c + struct.pack(">I", zlib.crc32(kind + c)) for kind, c in chunks]
+    packed = [
+        struct.pack(">I", len(c)) + kind + c + struct.pack(">I", zlib.crc32(kind + c)) for kind, c in chunks
+    ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
 
 
@@ -71,7 +73,8 @@ def size_of(value: object) -> str | None:
     return f"{len(value)} bytes" if isinstance(value, bytes) else None
 
 
-JPEG, PNG = encoded(".jpg"), encoded(".png")
+JPEG = encoded(".jpg")
+PNG = encoded(".png")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,9 @@ JPEG, PNG = encoded(".jpg"), encoded(".png")
     ],
     ids=size_of,
 )
-def test_an_image_that_cannot_be_read_is_a_fault(tmp_path: Path, name: str, content: bytes, what: str | None) -> None:
+def test_an_image_that_cannot_be_read_is_a_fault(
+    tmp_path: Path, name: str, content: bytes, what: str | None
+) -> None:
     set_with(tmp_path, name, content)
     faults, warnings = checked(tmp_path)
     (fault,) = faults
@@ -209,7 +214,9 @@ def test_a_damaged_file_of_states_is_replaced(tmp_path: Path) -> None:
         assert checked(tmp_path) == ([], warnings)
 
 
-def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_current_folder_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_image(tmp_path / "a.jpg")
     (tmp_path / "json.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)
@@ -222,7 +229,9 @@ def test_a_decoder_that_ends_is_a_fault_and_the_next_image_is_read(tmp_path: Pat
     os.mkfifo(tmp_path / "endless.jpg")  # its decoder waits for the first byte
     states = []
     asking = threading.Thread(
-        target=lambda: states.extend(decode_images([str(tmp_path / name) for name in ("endless.jpg", "good.jpg")]))
+        target=lambda: states.extend(
+            decode_images([str(tmp_path / name) for name in ("endless.jpg", "good.jpg")])
+        )
     )
     asking.start()
     (worker,) = wait_until(lambda: children_with("image_worker"), timeout_s=60)
@@ -250,6 +259,8 @@ def children_with(word: str) -> list[int]:
 def test_headers_find_a_jpeg_that_is_cut_off(tmp_path: Path) -> None:
     for name, content in (("whole", JPEG), ("no_end", JPEG[:-2]), ("half", JPEG[: len(JPEG) // 2])):
         (tmp_path / f"{name}.jpg").write_bytes(content)
-    whole, no_end, half = read_headers([str(tmp_path / f"{name}.jpg") for name in ("whole", "no_end", "half")])
+    whole, no_end, half = read_headers(
+        [str(tmp_path / f"{name}.jpg") for name in ("whole", "no_end", "half")]
+    )
     assert (whole.height, whole.width) == (no_end.height, no_end.width) == SIZE
     assert half.problem

@@ -47,8 +47,18 @@ def test_chain_id_covers_all_lower_layers():
     ],
 )
 def test_nothing_is_sent_unless_all_nodes_can_take_the_image(monkeypatch, there, said):
-    fits = {"program": "docker", "version": (20,), "platform": "linux/amd64", "root": "/docker", "driver": "overlay2"}
-    engines = {"this machine": Engine(**fits, id="sha256:1"), "gpu-a": Engine(**fits), "gpu-b": Engine(**fits | there)}
+    fits = {
+        "program": "docker",
+        "version": (20,),
+        "platform": "linux/amd64",
+        "root": "/docker",
+        "driver": "overlay2",
+    }
+    engines = {
+        "this machine": Engine(**fits, id="sha256:1"),
+        "gpu-a": Engine(**fits),
+        "gpu-b": Engine(**fits | there),
+    }
     monkeypatch.setattr(engine, "inspect", lambda node, image: engines[node.name])
     results = push([Machine("gpu-a", ""), Machine("gpu-b", "")], "trainer:0.1", pytest.fail, pytest.fail)
     assert results["gpu-a"].message == "gpu-a: nothing was sent, because of gpu-b"
@@ -75,7 +85,9 @@ def test_zstd_needs_docker_23_or_podman(program, version, takes):
 
 
 def test_a_sif_file_is_not_begun_on_a_disk_without_room_for_its_build(tmp_path):
-    command = scripts.bash("images/sif.sh", target=f"{tmp_path}/a/b.sif", size=10**16, environment="", runscript="")
+    command = scripts.bash(
+        "images/sif.sh", target=f"{tmp_path}/a/b.sif", size=10**16, environment="", runscript=""
+    )
     done = subprocess.run(command, input="", capture_output=True, text=True)
     assert done.returncode == 3
     assert done.stderr.startswith(f"{tmp_path} has ")

@@ -28,7 +28,9 @@ def all_at_once(image, limits):
         half = image[mine, 2:4] / 2
         boxes = torch.cat((image[mine, :2] - half, image[mine, :2] + half), 1)
         keep = nms(boxes, score[mine], limits.iou)
-        rows.append(torch.cat((boxes[keep], score[mine][keep, None], torch.full((len(keep), 1), float(c))), 1))
+        rows.append(
+            torch.cat((boxes[keep], score[mine][keep, None], torch.full((len(keep), 1), float(c))), 1)
+        )
     whole = torch.cat(rows)
     return whole[whole[:, 4].argsort(descending=True)][: limits.most]
 
@@ -65,7 +67,9 @@ def test_detector_equals_the_model_and_does_not_change_it():
     detector = Detector(model, parts, torch.device("cpu"), torch.float32, Limits(confidence=0.0001))
     images = torch.randint(0, 256, (2, 64, 96, 3), dtype=torch.uint8)
     found = detector(images)
-    assert {k: torch.equal(v, before[k]) for k, v in model.state_dict().items()} == dict.fromkeys(before, True)
+    assert {k: torch.equal(v, before[k]) for k, v in model.state_dict().items()} == dict.fromkeys(
+        before, True
+    )
     assert model.training
     assert (detector.images, detector.network_s > 0, detector.nms_s > 0) == (2, True, True)
     with torch.no_grad():

@@ -45,13 +45,21 @@ def test_a_link_within_the_run_directory_is_followed(run_dir):
 def test_what_is_no_file_is_an_error_at_once(run_dir):
     os.mkfifo(run_dir / "fifo")
     (run_dir / "loop").symlink_to("loop")
-    for name, error in (("fifo", OSError), ("loop", OSError), ("logs", IsADirectoryError), ("no", FileNotFoundError)):
+    for name, error in (
+        ("fifo", OSError),
+        ("loop", OSError),
+        ("logs", IsADirectoryError),
+        ("no", FileNotFoundError),
+    ):
         with pytest.raises(error):
             inside.open_file(run_dir, name)
 
 
 def test_a_folder_that_becomes_a_link_at_any_moment_shows_nothing(run_dir, tmp_path):
-    logs, aside, link, ends = run_dir / "logs", run_dir / "aside", run_dir / "link", threading.Event()
+    logs = run_dir / "logs"
+    aside = run_dir / "aside"
+    link = run_dir / "link"
+    ends = threading.Event()
     link.symlink_to(tmp_path / "away")
 
     def swap():

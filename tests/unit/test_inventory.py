@@ -7,7 +7,19 @@ from cluster.spec.model import Inventory, Machine
 from cluster.spec.mount import Mount
 from cluster.transport import discovery
 
-HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "ünïcode", "!x *", "# no", "\t", "😀"]
+HOSTILE = [
+    "a'; echo foo",
+    'a"=0"',
+    "one\ntwo",
+    "$HOME `id` \\",
+    "",
+    "-n",
+    "ünïcode",
+    "!x *",
+    "# no",
+    "\t",
+    "😀",
+]
 
 
 def read(text, path="cluster.yaml"):
@@ -64,7 +76,10 @@ def test_every_key_is_read_and_a_node_overrides_the_defaults():
     assert (made.image, made.device) == ("trainer:0.1", "cpu")
     # as written: YAML itself would make these 2, 493 and true
     assert made.env == {"OMP_NUM_THREADS": "2", "MODE": "0755", "WORD": "yes"}
-    assert made.mounts == (Mount("/home/ann/data", "/home/ann/data"), Mount("/scratch", "/scratch", read_only=False))
+    assert made.mounts == (
+        Mount("/home/ann/data", "/home/ann/data"),
+        Mount("/scratch", "/scratch", read_only=False),
+    )
 
 
 def test_an_unknown_key_is_named_with_its_line_and_the_closest_known_key():
@@ -93,8 +108,14 @@ def test_an_unknown_key_is_named_with_its_line_and_the_closest_known_key():
         ('nodes:\n  a: {run_dir: "/a\\0b"}', "2: a NUL"),
         ("nodes:\n  a: {address: gpu-a}", "2: nodes.a.address: 'gpu-a' is not an IP address"),
         ("nodes:\n  a: {address: 0.0.0.0}", "2: nodes.a.address: no other machine can connect to 0.0.0.0"),
-        ("nodes:\n  a: {address: '::1'}\n  b:", "2: nodes.a.address: no other node can reach the loopback address ::1"),
-        ("nodes:\n  a: {address: fd::5}\n  b: {address: fd::5}", "3: nodes.b.address: fd::5 is also a's address"),
+        (
+            "nodes:\n  a: {address: '::1'}\n  b:",
+            "2: nodes.a.address: no other node can reach the loopback address ::1",
+        ),
+        (
+            "nodes:\n  a: {address: fd::5}\n  b: {address: fd::5}",
+            "3: nodes.b.address: fd::5 is also a's address",
+        ),
         ("nodes:\n  a: {login: a b}", "2: nodes.a.login: 'a b': not a login"),
         ("nodes:\n  a: {login: -oProxyCommand=id}", "2: nodes.a.login"),
         ('nodes:\n  "a\'; echo foo":', "2: .*expected a node's name"),
@@ -125,14 +146,18 @@ def test_a_written_file_reads_back_as_the_same_inventory():
         Machine("on", "10.0.0.6", (0, 3), "ann@h:22", "/d/a b'; echo foo", '/d/"\\', "none", "/k/config"),
     ]
     for number, text in enumerate(HOSTILE):
-        nodes.append(Machine(str(number), f"10.0.1.{number}", (), "", f"/d/{text}x", "/d", "podman", "/k/config"))
+        nodes.append(
+            Machine(str(number), f"10.0.1.{number}", (), "", f"/d/{text}x", "/d", "podman", "/k/config")
+        )
     made = Inventory(tuple(nodes), device="cpu", path="cluster.yaml")
     text = schema.write(made, {"on": ["found: x\nnodes: [evil]"]}, ["head\nimage: evil"])
     assert read(text) == made
 
 
 def test_hosts_are_logins_and_name_the_nodes():
-    made = inventory.from_hosts("gpu-a, ann@gpu-b:2222,10.0.0.7,fd00::7,[fd00::8],me@[fd00::9]:2222,fe80::1%eth0")
+    made = inventory.from_hosts(
+        "gpu-a, ann@gpu-b:2222,10.0.0.7,fd00::7,[fd00::8],me@[fd00::9]:2222,fe80::1%eth0"
+    )
     assert [(node.name, node.login) for node in made.machines] == [
         ("gpu-a", "gpu-a"),
         ("gpu-b", "ann@gpu-b:2222"),
@@ -183,9 +208,7 @@ def test_invalid_hosts_are_errors(text):
 
 
 def test_hostfiles_of_mpi_deepspeed_and_horovod_are_read():
-    text = (
-        "# cluster\nworker-1 slots=4\n\nworker-2 slots=2 max_slots=8  # two\r\nworker-3:8\nann@worker-4\n[fd00::1]:4\n"
-    )
+    text = "# cluster\nworker-1 slots=4\n\nworker-2 slots=2 max_slots=8  # two\r\nworker-3:8\nann@worker-4\n[fd00::1]:4\n"
     made = inventory.from_hostfile(text, "hostfile")
     assert [(node.name, node.login, len(node.gpus)) for node in made.machines] == [
         ("worker-1", "worker-1", 4),
@@ -241,7 +264,9 @@ def test_a_missing_file_that_an_option_names_is_an_error(tmp_path, monkeypatch):
 
 
 def test_nodes_are_chosen_by_name_or_label():
-    made = Inventory((Machine("a", "", labels=("fast",)), Machine("b", ""), Machine("c", "", labels=("fast", "new"))))
+    made = Inventory(
+        (Machine("a", "", labels=("fast",)), Machine("b", ""), Machine("c", "", labels=("fast", "new")))
+    )
     assert [node.name for node in inventory.select(made, "fast").machines] == ["a", "c"]
     assert [node.name for node in inventory.select(made, "b,new").machines] == ["b", "c"]
     with pytest.raises(UsageError, match="no node 'slow'") as refused:
@@ -253,7 +278,10 @@ def test_json_schema_has_the_keys_of_the_file():
     found = schema.json_schema(schema.file_type(BACKENDS))
     assert {"backend", "image", "nodes", "defaults", "slurm"} <= found["properties"].keys()
     assert {"login", "gpus", "run_dir", "runtime"} <= found["$defs"]["MachineKeys"]["properties"].keys()
-    assert found["$defs"]["MachineKeys"]["properties"]["gpus"]["anyOf"][0] == {"minimum": 0, "type": "integer"}
+    assert found["$defs"]["MachineKeys"]["properties"]["gpus"]["anyOf"][0] == {
+        "minimum": 0,
+        "type": "integer",
+    }
 
 
 @pytest.mark.parametrize("line", ["defaults: {run_dir: /r}", "ssh_config: x", "pass_env: [A]", "nodes: [a]"])

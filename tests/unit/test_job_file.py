@@ -145,13 +145,26 @@ def test_a_file_gives_the_same_plan_as_the_options(folder):
         "nodes: 2\ngpus: 2\ncommand: [train.py, --name, two words]\nenv: {A: 1, B: x=y}\nsecrets: [KEY]\n"
         "mounts: ['./data:/data']\nmaster_port: 23456\nmax_restarts: 1\nsetup: pip install x\ngrace: 10m\n"
     )
-    options = ["--nodes", "2", "--gpus", "2", "--command", "train.py --name 'two words'", "-e", "A=1", "-e", "B=x=y"]
+    options = [
+        "--nodes",
+        "2",
+        "--gpus",
+        "2",
+        "--command",
+        "train.py --name 'two words'",
+        "-e",
+        "A=1",
+        "-e",
+        "B=x=y",
+    ]
     options += ["-e", "KEY", "-v", "./data:/data", "--master-port", "23456", "--max-restarts", "1"]
     assert plan("job.yaml") == plan(*options, "--setup", "pip install x", "--grace", "600s")
 
 
 def test_options_override_keys_and_repeatable_ones_are_added(folder):
-    (folder / "job.yaml").write_text("nodes: 2\ncommand: train.py --lr 1\nenv: {A: 1, B: 2}\nstall_timeout: 7\n")
+    (folder / "job.yaml").write_text(
+        "nodes: 2\ncommand: train.py --lr 1\nenv: {A: 1, B: 2}\nstall_timeout: 7\n"
+    )
     found = plan("job.yaml", "--nodes", "3", "-e", "B=3", "--", "--lr", "2")
     assert len(found["nodes"]) == 3
     assert found["job"]["command"] == ["train.py", "--lr", "1", "--lr", "2"]
@@ -162,7 +175,14 @@ def test_options_override_keys_and_repeatable_ones_are_added(folder):
 
 
 def test_settings_of_a_backend_come_back_from_a_saved_file(folder):
-    settings = ["--set", "limits.memory=4Gi", "--set", "volumes=[{claim: data, path: /data}]", "--set", "slurm.mem=1G"]
+    settings = [
+        "--set",
+        "limits.memory=4Gi",
+        "--set",
+        "volumes=[{claim: data, path: /data}]",
+        "--set",
+        "slurm.mem=1G",
+    ]
     words = ["--backend", "kubernetes", "--name", "job", *settings]
     clusterctl("plan", *words, "--save", "saved.yaml")
     assert yaml.safe_load((folder / "saved.yaml").read_text())["slurm"] == {"mem": "1G"}
@@ -172,7 +192,9 @@ def test_settings_of_a_backend_come_back_from_a_saved_file(folder):
     assert "memory: '4Gi'" in text
 
 
-@pytest.mark.parametrize("setting", ["volumes=[{", "volumes=[{claim: a, path: b}]", "limits.memory=4GB", "foo=1"])
+@pytest.mark.parametrize(
+    "setting", ["volumes=[{", "volumes=[{claim: a, path: b}]", "limits.memory=4GB", "foo=1"]
+)
 def test_a_wrong_setting_is_one_error_line(folder, setting):
     done = CliRunner().invoke(cluster.cli.main.app, ["launch", "--backend", "kubernetes", "--set", setting])
     assert isinstance(done.exception, UsageError)
@@ -187,7 +209,20 @@ def test_arguments_after_the_file_are_the_trainers(folder):
 
 
 def test_a_saved_file_gives_the_plan_of_the_options(folder, monkeypatch):
-    options = ["--nodes", "2", "--command", "train.py", "-e", "A=1", "-e", "KEY", "-v", "data:/data", "--spares", "0"]
+    options = [
+        "--nodes",
+        "2",
+        "--command",
+        "train.py",
+        "-e",
+        "A=1",
+        "-e",
+        "KEY",
+        "-v",
+        "data:/data",
+        "--spares",
+        "0",
+    ]
     options += ["--grace", "90s"]
     clusterctl("plan", "--backend", "compose", *options, "--save", "saved.yaml")
     wanted = plan(*options, "--run-dir", str(folder / "runs"))

@@ -24,12 +24,23 @@ def test_the_state_of_a_job_is_known_without_its_logs(tmp_path):
     folder = Path(record.plan.attempt_dir)
     (folder / "node-0.log").mkdir(parents=True)
     joining = {"event": "joining", "node": 0, "time": time.time(), "reachable": True, "listening": True}
-    ready = {"event": "ready", "node": 0, "time": time.time(), "world_size": 1, "backend": "gloo", "device": "cpu"}
+    ready = {
+        "event": "ready",
+        "node": 0,
+        "time": time.time(),
+        "world_size": 1,
+        "backend": "gloo",
+        "device": "cpu",
+    }
     metric = {"event": "metric", "node": 0, "time": time.time(), "epoch": 7, "map50": 0.5}
     with started(folder, "node-0") as process:
         seen = []
         for events in ([], [joining], [joining, ready], [joining, ready, metric]):
-            agent = {"phase": "running", "heartbeat": time.time(), "events": {each["event"]: each for each in events}}
+            agent = {
+                "phase": "running",
+                "heartbeat": time.time(),
+                "events": {each["event"]: each for each in events},
+            }
             (folder / "node-0.json").write_text(json.dumps(agent) + "\n")
             _, state, view, *_ = job_monitor.poll(record, store)
             seen.append((state, view.nodes[0].phase, view.ready_count))
@@ -47,11 +58,13 @@ def test_the_state_of_a_job_is_known_without_its_logs(tmp_path):
 
 def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
     """An attempt is recorded before its nodes have folders. Polled then, they would seem to be lost for good."""
-    job, store = Job("job", ("x.py",), 1, 1, str(tmp_path)), JobStore(tmp_path / "state")
+    job = Job("job", ("x.py",), 1, 1, str(tmp_path))
+    store = JobStore(tmp_path / "state")
     first = JobRecord(BACKENDS["local"].plan(job, attempt=1, port=20000), time.time(), job, start_lock="job")
     store.reserve(first)
     assert job_monitor.poll(first, store).state == "failed"  # the process that was starting it is gone
-    monitor, polled = job_monitor.JobMonitor("job", store), LiveJob("job", store)
+    monitor = job_monitor.JobMonitor("job", store)
+    polled = LiveJob("job", store)
     with store.supervise("job"):
         _, state, view, *_ = job_monitor.poll(first, store)
         assert (state, [node.phase for node in view.nodes]) == ("starting", ["pending"])
@@ -65,7 +78,11 @@ def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
             (folder / "node-0.log").write_text("hello\n")
             store.update(replace(first, start_lock=""))
             assert monitor.step() == [("node-0", "hello")]
-            assert (monitor.state, monitor.view.nodes[0].phase, monitor.has_ended) == ("starting", "starting", False)
+            assert (monitor.state, monitor.view.nodes[0].phase, monitor.has_ended) == (
+                "starting",
+                "starting",
+                False,
+            )
             process.kill()
         monitor.step()
         assert (monitor.state, monitor.has_ended) == ("running", False)  # the supervisor may restart it

@@ -11,11 +11,15 @@ from cluster.supervisor import job_state, report
 from cluster.supervisor.job_state import failing, fold, judge, missing
 
 PLAN = BACKENDS["local"].plan(Job("job", ("x.py",), 2, 2, "/runs"), attempt=1, port=20000)
-FOREIGN = BACKENDS["local"].plan(Job("job", ("x.py",), 2, 2, "/runs", says_ready=False), attempt=1, port=20000)
+FOREIGN = BACKENDS["local"].plan(
+    Job("job", ("x.py",), 2, 2, "/runs", says_ready=False), attempt=1, port=20000
+)
 
 
 def running(*phases):
-    return [NodeStatus(f"node-{rank}", phase) for rank, phase in enumerate(phases or ("starting", "starting"))]
+    return [
+        NodeStatus(f"node-{rank}", phase) for rank, phase in enumerate(phases or ("starting", "starting"))
+    ]
 
 
 def joining(node, time, *, reachable, listening=False, why=""):
@@ -39,7 +43,10 @@ def test_all_nodes_have_joined_when_each_is_ready():
 
 def silent(view, now, patience_s=job_state.RETURN_S, events=()):
     """Fold a poll in which node-1's machine has not answered for longer than the monitor waits."""
-    statuses = [NodeStatus("node-0", "starting"), NodeStatus("node-1", "lost", silent="has not answered for 9 s")]
+    statuses = [
+        NodeStatus("node-0", "starting"),
+        NodeStatus("node-1", "lost", silent="has not answered for 9 s"),
+    ]
     return fold(view, statuses, events, now, patience_s)
 
 
@@ -89,7 +96,9 @@ def test_a_reachable_master_is_enough_only_for_a_program_without_events():
 
 def test_a_node_that_cannot_reach_the_master_is_missing_with_the_reason():
     view = job_state.start(PLAN, 100.0)
-    view = fold(view, running(), [ready(0, 101.0), joining(1, 102.0, reachable=False, why="No route to host")], 103.0)
+    view = fold(
+        view, running(), [ready(0, 101.0), joining(1, 102.0, reachable=False, why="No route to host")], 103.0
+    )
     (late,) = missing(view)
     assert (late.name, late.phase, late.note) == ("node-1", "joining", "cannot reach m:1: No route to host")
     assert judge(view, 159.0, 60) == "waiting"
@@ -97,7 +106,10 @@ def test_a_node_that_cannot_reach_the_master_is_missing_with_the_reason():
 
 
 def test_a_node_has_not_reached_a_master_that_does_not_listen():
-    events = [joining(0, 101.0, reachable=True, listening=True), joining(1, 121.0, reachable=True, why="refused")]
+    events = [
+        joining(0, 101.0, reachable=True, listening=True),
+        joining(1, 121.0, reachable=True, why="refused"),
+    ]
     view = fold(job_state.start(PLAN, 100.0), running(), events, 122.0)
     assert [(node.reached, node.note) for node in view.nodes] == [
         (True, "reached m:1"),
@@ -121,11 +133,15 @@ SECONDARY = failure(0, 8.0, "Connection closed by peer", secondary=True)
     "ends",
     [
         pytest.param([ended(0, 9.4), ended(1, 9.1)], id="the earlier exit"),
-        pytest.param([ended(0, 8.5, failure(0, 8.4)), ended(1, 9.5, failure(2, 8.0))], id="the earlier failure"),
+        pytest.param(
+            [ended(0, 8.5, failure(0, 8.4)), ended(1, 9.5, failure(2, 8.0))], id="the earlier failure"
+        ),
         pytest.param([ended(0, 8.5, SECONDARY), ended(1, 9.5, failure(2, 8.4))], id="before its consequence"),
         pytest.param([ended(0, 8.5, SECONDARY), ended(1, 9.5)], id="an exit before its consequence"),
         pytest.param([ended(0, 8.5), NodeStatus("node-1", "lost")], id="a lost node"),
-        pytest.param([NodeStatus("node-0", "starting"), NodeStatus("node-1", "lost")], id="while the others run"),
+        pytest.param(
+            [NodeStatus("node-0", "starting"), NodeStatus("node-1", "lost")], id="while the others run"
+        ),
     ],
 )
 def test_the_first_failure_is_named(ends):
@@ -141,7 +157,8 @@ KNOWN |= {"is_cancelled": True, "lost": "2 lines: full"}
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_is_known_of_an_ended_node_stays_when_a_later_poll_knows_less(name):
     """As after a queue has forgotten the job."""
-    first, ended = NodeStatus("node-0", "ready"), NodeStatus("node-1", "exited")
+    first = NodeStatus("node-0", "ready")
+    ended = NodeStatus("node-1", "exited")
     view = fold(job_state.start(PLAN, 0.0), [first, replace(ended, **{name: KNOWN[name]})], [], 60.0)
     view = fold(view, [first, ended], [], 61.0)
     assert getattr(view.nodes[1].status, name) == KNOWN[name]
@@ -179,12 +196,16 @@ def test_a_job_is_done_when_rank_0_has_said_so_for_the_grace_and_nothing_more(jo
     view = leaving(joined, 300.0, events=[done])
     assert judge(view, 329.0, 60, grace_s=30.0) == "joined"
     assert judge(view, 331.0, 60, grace_s=30.0) == "done"
-    assert "its ranks did not exit after the job was done" in report.overdue(job_state.overdue(view, 331.0, 30.0)[0])
+    assert "its ranks did not exit after the job was done" in report.overdue(
+        job_state.overdue(view, 331.0, 30.0)[0]
+    )
     view = leaving(view, 331.0, events=[step])
     assert judge(view, 400.0, 60, grace_s=30.0) == "joined"  # the program trains again
 
 
-@pytest.mark.parametrize("found", [{"event": "new"}, {"event": "ready", "node": 7}, {"event": "ready", "node": "x"}])
+@pytest.mark.parametrize(
+    "found", [{"event": "new"}, {"event": "ready", "node": 7}, {"event": "ready", "node": "x"}]
+)
 def test_malformed_events_change_nothing(found):
     each = ([event(found)], [])
     views = [fold(job_state.start(PLAN, 0.0), running("pending", "pending"), events, 1.0) for events in each]

@@ -25,7 +25,8 @@ sys.stdout.buffer.write(out[: int(cut)])
 
 @pytest.fixture
 def kubectl(tmp_path, monkeypatch):
-    folder, inputs = tmp_path / "bin", tmp_path / "inputs"
+    folder = tmp_path / "bin"
+    inputs = tmp_path / "inputs"
     folder.mkdir()
     inputs.mkdir()
     program = folder / "kubectl"
@@ -104,7 +105,12 @@ def test_files_that_were_sent_and_not_changed_do_not_come_back(kubectl, source, 
 
 def test_a_pods_user_gets_the_files_with_their_modes_and_others_may_not_write(kubectl, source, tmp_path):
     """The init container that unpacks them runs as the user of the pod, who owns them."""
-    modes = {"below/a.txt": (0o400, 0o600), "END": (0o777, 0o775), "ERROR": (0o644, 0o644), "below": (0o500, 0o700)}
+    modes = {
+        "below/a.txt": (0o400, 0o600),
+        "END": (0o777, 0o775),
+        "ERROR": (0o644, 0o644),
+        "below": (0o500, 0o700),
+    }
     for name, (mode, _) in modes.items():
         (source / name).chmod(mode)
     send(kubectl, [files.Part(str(source), "data")])
@@ -115,9 +121,13 @@ def test_a_pods_user_gets_the_files_with_their_modes_and_others_may_not_write(ku
 
 
 def test_a_kept_folder_stays_as_the_attempt_before_has_left_it(kubectl, source, tmp_path):
-    kept, archive = tmp_path / "runs" / "workdir", tmp_path / "kept.tar"
+    kept = tmp_path / "runs" / "workdir"
+    archive = tmp_path / "kept.tar"
     names = ["below/a.txt", "END", "link"]
-    parts = [files.keep(str(source), names, ".workdir", archive), files.Part(str(source / "large"), "my data/large")]
+    parts = [
+        files.keep(str(source), names, ".workdir", archive),
+        files.Part(str(source / "large"), "my data/large"),
+    ]
 
     def send(launch, *fill):
         words = (".workdir", str(kept), launch, *fill)
@@ -130,7 +140,9 @@ def test_a_kept_folder_stays_as_the_attempt_before_has_left_it(kubectl, source, 
     assert not kept.exists()
     assert send("first", "fill") == 4
     assert seen() == {"END": b"end", "link": source.joinpath("link").readlink(), "snapshot.pt": None}
-    assert (kept / ".clusterctl-sent").read_text() == (tmp_path / "inputs" / ".complete").read_text() == "first"
+    assert (
+        (kept / ".clusterctl-sent").read_text() == (tmp_path / "inputs" / ".complete").read_text() == "first"
+    )
     (kept / "snapshot.pt").write_bytes(b"1")
     (kept / "END").write_bytes(b"changed")
     assert send("first", "fill") == 1
@@ -152,7 +164,9 @@ def test_a_kept_folder_whose_files_did_not_all_arrive_gets_them_again(kubectl, s
     assert (kept / "END").read_text() == "end"
 
 
-def test_a_stream_that_ends_early_is_an_error_though_kubectl_ends_with_zero(kubectl, source, tmp_path, monkeypatch):
+def test_a_stream_that_ends_early_is_an_error_though_kubectl_ends_with_zero(
+    kubectl, source, tmp_path, monkeypatch
+):
     for cut in (0, 512, 100_000, 204_800):
         monkeypatch.setenv("CUT", str(cut))
         with pytest.raises(UnreachableError, match="connection broke"):
@@ -201,7 +215,9 @@ def test_sent_files_arrive_as_they_were_kept(kubectl, source, tmp_path):
     (source / "END").write_text("changed")
     counts = []
     assert send(
-        kubectl, [kept, files.Part(str(source), "data"), files.Part(str(source / "large"), "one")], counts.append
+        kubectl,
+        [kept, files.Part(str(source), "data"), files.Part(str(source / "large"), "one")],
+        counts.append,
     )
     inputs = tmp_path / "inputs"
     assert tree(inputs / "code") == {name: before[name] for name in ("below/a.txt", "END")}

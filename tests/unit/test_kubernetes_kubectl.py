@@ -39,7 +39,11 @@ ERRORS = [
         "its container has ended",
     ),
     ('error: unable to upgrade connection: container not found ("node")', ContainerEndedError, "has ended"),
-    ("error: You must be logged in to the server (Unauthorized)", UsageError, "does not accept the credentials"),
+    (
+        "error: You must be logged in to the server (Unauthorized)",
+        UsageError,
+        "does not accept the credentials",
+    ),
     (
         "Unable to connect to the server: x509: certificate signed by unknown authority",
         UsageError,
@@ -88,7 +92,11 @@ ERRORS = [
         UnreachableError,
         "API server does not answer: net/http: request canceled",
     ),
-    ("Unable to connect to the server: dial tcp: lookup api.x on 1.1.1.1:53: no such host", UnreachableError, "host"),
+    (
+        "Unable to connect to the server: dial tcp: lookup api.x on 1.1.1.1:53: no such host",
+        UnreachableError,
+        "host",
+    ),
     ("error: something unknown", ClusterError, "kubectl: something unknown"),
 ]
 
@@ -110,7 +118,16 @@ def test_an_exhausted_quota_can_be_waited_for():
 def test_every_call_has_the_context_and_the_namespace():
     client = Kubectl("lab", "team")
     assert client.exec_argv("p", ["ls", "-l"], tty=True) == [
-        *("kubectl", "--context=lab", "--namespace=team", "exec", "--stdin", "--tty", "p", "--container=node"),
+        *(
+            "kubectl",
+            "--context=lab",
+            "--namespace=team",
+            "exec",
+            "--stdin",
+            "--tty",
+            "p",
+            "--container=node",
+        ),
         *("--", "ls", "-l"),
     ]
     assert Kubectl().argv("get", "pods") == ["kubectl", "get", "pods"]

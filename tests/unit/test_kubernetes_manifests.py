@@ -96,8 +96,17 @@ def job(options=None, **more):
 
 def everything(pod=None, **more):
     """A job that has something of everything that a manifest may contain."""
-    mounts = (Mount("/home/ann/a b", "/home/ann/a b", synced=True), Mount("/mnt/x", "/mnt/x", read_only=False))
-    fields = {"device": "cuda", "secrets": ("TOKEN", "KEY"), "mounts": mounts, "env": {"LR": "1e-3"}, "setup": "a\nb"}
+    mounts = (
+        Mount("/home/ann/a b", "/home/ann/a b", synced=True),
+        Mount("/mnt/x", "/mnt/x", read_only=False),
+    )
+    fields = {
+        "device": "cuda",
+        "secrets": ("TOKEN", "KEY"),
+        "mounts": mounts,
+        "env": {"LR": "1e-3"},
+        "setup": "a\nb",
+    }
     code = {"workdir": "/home/ann/it's", "copies_workdir": True, "says_ready": False, "grace_s": 0.5}
     keys = ALL_KEYS if pod is None else {**ALL_KEYS, "pod": pod}
     return job(keys, **{"nodes": 3, **fields, **code, **more})
@@ -128,7 +137,9 @@ def variables(made, rank=0):
 def mounted(pod, path, container=None):
     """Return the volume at a path in a pod, and the keys of its mount."""
     (mount,) = [
-        each for each in (container or pod["spec"]["containers"][0])["volumeMounts"] if each["mountPath"] == path
+        each
+        for each in (container or pod["spec"]["containers"][0])["volumeMounts"]
+        if each["mountPath"] == path
     ]
     (volume,) = [each for each in pod["spec"]["volumes"] if each["name"] == mount["name"]]
     return {key: volume[key] for key in volume if key != "name"}, mount
@@ -146,14 +157,19 @@ def test_what_the_pods_need_is_created_before_them():
 
 
 def test_the_plan_has_the_manifest_and_its_command():
-    plan = manifests.plan(job({"context": "a b", "namespace": "team-a"}), attempt=2, port=29501, merge=template.merged)
+    plan = manifests.plan(
+        job({"context": "a b", "namespace": "team-a"}), attempt=2, port=29501, merge=template.merged
+    )
     (step,) = plan.steps
     (file,) = step.files
     assert step.argv == ("kubectl", "--context=a b", "--namespace=team-a", "create", "-f", file)
     assert file == "/home/ann/runs/digits/attempt-2/pods.yaml"
     assert [each.name for each in plan.nodes] == ["node-0", "node-1"]
     assert (plan.master_addr, plan.master_port) == ("digits-a2-0.digits-a2", 29501)
-    assert manifests.plan(job(), attempt=1, port=1, merge=template.merged).steps[0].argv[:2] == ("kubectl", "create")
+    assert manifests.plan(job(), attempt=1, port=1, merge=template.merged).steps[0].argv[:2] == (
+        "kubectl",
+        "create",
+    )
 
 
 def test_the_pod_of_a_node_is_known_without_the_other_nodes():
@@ -197,7 +213,9 @@ def test_pods_of_another_attempt_have_another_name():
 def test_names_are_valid_as_names_of_hosts_and_services(name):
     made = objects(job(name=name), attempt=9999)
     for document in made:
-        pattern = r"[a-z][a-z0-9-]*[a-z0-9]" if document["kind"] == "Service" else r"[a-z0-9][a-z0-9-]*[a-z0-9]"
+        pattern = (
+            r"[a-z][a-z0-9-]*[a-z0-9]" if document["kind"] == "Service" else r"[a-z0-9][a-z0-9-]*[a-z0-9]"
+        )
         assert re.fullmatch(pattern, document["metadata"]["name"])
         assert len(document["metadata"]["name"]) <= 60  # room for 1000 nodes
     service = made[1]["metadata"]["name"]
@@ -252,16 +270,23 @@ def test_kubernetes_replaces_no_variables_in_arguments_and_values():
 
 def test_values_of_secrets_are_only_in_the_secret():
     made = job(secrets=("TOKEN", "KEY"))
-    secret = manifests.secret(made, manifests.options_of(made), {"TOKEN": "hunter2", "KEY": "ä", "OTHER": "x"})
+    secret = manifests.secret(
+        made, manifests.options_of(made), {"TOKEN": "hunter2", "KEY": "ä", "OTHER": "x"}
+    )
     assert {name: base64.b64decode(text).decode() for name, text in secret["data"].items()} == {
         "TOKEN": "hunter2",
         "KEY": "ä",
     }
     assert secret["kind"] not in [each["kind"] for each in objects(made)]
     for pod in pods(made):
-        refer = {each["name"]: each["valueFrom"] for each in pod["spec"]["containers"][0]["env"] if "valueFrom" in each}
+        refer = {
+            each["name"]: each["valueFrom"]
+            for each in pod["spec"]["containers"][0]["env"]
+            if "valueFrom" in each
+        }
         assert refer == {
-            name: {"secretKeyRef": {"name": secret["metadata"]["name"], "key": name}} for name in ("TOKEN", "KEY")
+            name: {"secretKeyRef": {"name": secret["metadata"]["name"], "key": name}}
+            for name in ("TOKEN", "KEY")
         }
     assert variables(made)["CLUSTER_SECRETS"] == "TOKEN,KEY"
     assert variables(made)["TOKEN"] is None
@@ -288,7 +313,9 @@ def test_gpus_are_limits_and_their_taints_are_tolerated(device, resource, taints
 
 
 def test_tolerations_compare_a_value_if_there_is_one():
-    section = {"tolerations": [{"key": "a", "value": "b", "effect": "NoExecute", "seconds": 0}, {"key": "c"}, {}]}
+    section = {
+        "tolerations": [{"key": "a", "value": "b", "effect": "NoExecute", "seconds": 0}, {"key": "c"}, {}]
+    }
     assert pods(job(section))[0]["spec"]["tolerations"] == [
         {"key": "a", "operator": "Equal", "value": "b", "effect": "NoExecute", "tolerationSeconds": 0},
         {"key": "c", "operator": "Exists"},
@@ -361,10 +388,16 @@ def test_pods_wait_for_files_exactly_if_there_are_files_to_send(more, paths):
     made = job(**more)
     for pod in pods(made):
         (container,) = pod["spec"]["containers"]
-        found = {each["mountPath"]: each["subPath"] for each in container["volumeMounts"] if each["name"] == "inputs"}
+        found = {
+            each["mountPath"]: each["subPath"]
+            for each in container["volumeMounts"]
+            if each["name"] == "inputs"
+        }
         assert found == paths
         assert container.get("workingDir") == more.get("workdir")
-        assert [each["name"] for each in pod["spec"].get("initContainers", [])] == (["files"] if paths else [])
+        assert [each["name"] for each in pod["spec"].get("initContainers", [])] == (
+            ["files"] if paths else []
+        )
         assert ("inputs" in [each["name"] for each in pod["spec"]["volumes"]]) == bool(paths)
         for waiting in pod["spec"].get("initContainers", []):
             assert mounted(pod, "/inputs", waiting)[0] == {"emptyDir": {}}
@@ -396,7 +429,8 @@ def test_pods_wait_until_the_first_has_filled_the_folder_that_they_share(tmp_pat
     made = job({"runs": {"claim": "runs"}}, workdir="/home/ann/p", copies_workdir=True)
     (container,) = pods(made)[1]["spec"]["initContainers"]
     words = [
-        word.replace("/inputs/", f"{tmp_path}/").replace("/runs/", f"{tmp_path}/") for word in container["command"]
+        word.replace("/inputs/", f"{tmp_path}/").replace("/runs/", f"{tmp_path}/")
+        for word in container["command"]
     ]
     with subprocess.Popen(words) as process:
         try:
@@ -431,7 +465,9 @@ def test_the_comment_has_the_commands_for_what_the_launcher_sends(tmp_path):
     source = tmp_path / "it's\nhere"
     source.mkdir()
     (source / "a.py").write_text("a")
-    made = job({"namespace": "team-a"}, mounts=(Mount(str(tmp_path / "d a"), "/d", synced=True),), secrets=("TOKEN",))
+    made = job(
+        {"namespace": "team-a"}, mounts=(Mount(str(tmp_path / "d a"), "/d", synced=True),), secrets=("TOKEN",)
+    )
     (tmp_path / "d a").mkdir()
     (tmp_path / "d a" / "b").write_text("b")
     head = [line[2:] for line in text_of(made).splitlines() if line.startswith("# ")]
@@ -494,7 +530,10 @@ def test_a_pod_may_satisfy_the_strictest_pod_security():
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     for container in (*pod["spec"]["containers"], *pod["spec"]["initContainers"]):
-        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
 
 
 def test_kueue_admits_the_pods_of_an_attempt_together():
@@ -514,11 +553,21 @@ def test_the_remaining_keys_of_the_section_are_fields_of_the_pods():
     assert spec["nodeSelector"] == {"pool": "1"}
     assert (spec["priorityClassName"], spec["runtimeClassName"]) == ("high", "nvidia")
     assert (spec["serviceAccountName"], spec["imagePullSecrets"]) == ("trainer", [{"name": "registry"}])
-    assert spec["securityContext"].items() >= {"runAsUser": 0, "fsGroup": 1000, "supplementalGroups": [5]}.items()
-    waiting, container = spec["initContainers"][0], spec["containers"][0]
+    assert (
+        spec["securityContext"].items()
+        >= {"runAsUser": 0, "fsGroup": 1000, "supplementalGroups": [5]}.items()
+    )
+    waiting = spec["initContainers"][0]
+    container = spec["containers"][0]
     assert container["resources"]["requests"] == {"cpu": "1500m", "memory": "2Gi"}
-    assert waiting["resources"] == {"requests": {"cpu": "1500m", "memory": "2Gi"}, "limits": {"memory": "4Gi"}}
-    assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK", "SYS_PTRACE"], "drop": ["ALL"]}
+    assert waiting["resources"] == {
+        "requests": {"cpu": "1500m", "memory": "2Gi"},
+        "limits": {"memory": "4Gi"},
+    }
+    assert container["securityContext"]["capabilities"] == {
+        "add": ["IPC_LOCK", "SYS_PTRACE"],
+        "drop": ["ALL"],
+    }
 
 
 @pytest.mark.parametrize("made", [job(), everything()], ids=["plain", "everything"])
@@ -530,7 +579,9 @@ def test_the_text_is_the_documents_in_blocks(made):
     events = list(yaml.parse(text))
     assert not [each for each in events if isinstance(each, yaml.AliasEvent)]
     for event, following in pairwise(events):
-        if isinstance(event, yaml.CollectionStartEvent) and event.flow_style:  # only what is empty has no block
+        if (
+            isinstance(event, yaml.CollectionStartEvent) and event.flow_style
+        ):  # only what is empty has no block
             assert isinstance(following, yaml.CollectionEndEvent)
 
 
@@ -578,7 +629,11 @@ def test_every_text_stays_a_text_for_kubectl(text):
     made = job(env={"VALUE": text}, command=("a.py", text))
     assert variables(made)["VALUE"] == text
     assert node(made)["args"][-1] == text
-    values = [each for each in yaml.parse(text_of(made)) if isinstance(each, yaml.ScalarEvent) and each.value == text]
+    values = [
+        each
+        for each in yaml.parse(text_of(made))
+        if isinstance(each, yaml.ScalarEvent) and each.value == text
+    ]
     assert values
     assert not [each for each in values if each.style is None]
 
@@ -627,7 +682,8 @@ def test_a_field_that_no_version_has_does_not_fit():
 
 
 def test_jobs_of_one_name_differ_only_in_what_they_ask_for():
-    first, second = objects(job()), objects(replace(job(), env={"A": "b"}))
+    first = objects(job())
+    second = objects(replace(job(), env={"A": "b"}))
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, False]
 
 
@@ -691,13 +747,21 @@ NODE = {"name": "node"}
         ({"containers": [{**NODE, "args": ["a"]}]}, "spec.containers.node.args", "--command"),
         ({"containers": [{**NODE, "$patch": "delete"}]}, "spec.containers.node", "beside it"),
         ({"containers": [{"$patch": "replace"}, {"name": "x"}]}, "spec.containers.node", "beside it"),
-        ({"containers": [{**NODE, "env": [{"name": "PET_NNODES", "value": "9"}]}]}, "env.PET_NNODES", "--env"),
+        (
+            {"containers": [{**NODE, "env": [{"name": "PET_NNODES", "value": "9"}]}]},
+            "env.PET_NNODES",
+            "--env",
+        ),
         (
             {"containers": [{**NODE, "volumeMounts": [{"mountPath": "/clusterctl", "name": "x"}]}]},
             "spec.containers.node.volumeMounts./clusterctl",
             "another path",
         ),
-        ({"containers": [{**NODE, "resources": {"limits": {"nvidia.com/gpu": 8}}}]}, "limits.nvidia.com/gpu", "--gpus"),
+        (
+            {"containers": [{**NODE, "resources": {"limits": {"nvidia.com/gpu": 8}}}]},
+            "limits.nvidia.com/gpu",
+            "--gpus",
+        ),
         ({"volumes": [{"name": "agent", "configMap": {"name": "x"}}]}, "spec.volumes.agent", "another name"),
         ({"volumes": [{"name": "shm", "$patch": "delete"}]}, "spec.volumes.shm", "shared_memory"),
         ({"initContainers": [{"name": "files", "image": "x"}]}, "spec.initContainers.files", "another name"),
@@ -720,7 +784,10 @@ def test_fields_that_would_break_the_launcher_are_refused(spec, where, hint):
 def test_pods_spread_over_machines_unless_the_section_says_how():
     ((constraint,), _) = [pod["spec"]["topologySpreadConstraints"] for pod in pods(job(launch_id="ab"))]
     assert constraint["labelSelector"]["matchLabels"] == {"clusterctl/launch": "ab"}
-    assert (constraint["topologyKey"], constraint["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
+    assert (constraint["topologyKey"], constraint["whenUnsatisfiable"]) == (
+        "kubernetes.io/hostname",
+        "ScheduleAnyway",
+    )
     assert "topologySpreadConstraints" not in pods(job(nodes=1))[0]["spec"]
     own = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
     for given, expected in (([own], [own]), ([], None)):

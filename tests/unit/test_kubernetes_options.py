@@ -39,7 +39,11 @@ def test_a_section_is_the_same_after_it_has_been_stored_as_json():
         "metadata": {"labels": {"a": "1"}},
         "spec": {"priority": 5, "schedulerName": "7", "x": [True, "2026-01-01", "no", None]},
     }
-    assert (section.security_context.run_as_user, section.runs.is_persistent, Options().runs.is_persistent) == (
+    assert (
+        section.security_context.run_as_user,
+        section.runs.is_persistent,
+        Options().runs.is_persistent,
+    ) == (
         0,
         True,
         False,
@@ -110,7 +114,9 @@ def test_each_key_is_described_for_editors():
     schema = json_schema(Options)
     for model in (schema, *schema["$defs"].values()):
         for name, field in model["properties"].items():
-            assert field.get("description") or schema["$defs"][field["$ref"].rpartition("/")[2]]["description"], name
+            assert (
+                field.get("description") or schema["$defs"][field["$ref"].rpartition("/")[2]]["description"]
+            ), name
     assert {"type": "number"} in schema["properties"]["requests"]["additionalProperties"]["anyOf"]
 
 
@@ -158,12 +164,15 @@ def test_an_empty_setting_unsets_a_key_of_the_section():
         "pod": listed["pod"],
     }
     assert manifests.settings(listed, {"limits.cpu": ""})["limits"] == {"memory": "2Gi"}
-    assert manifests.settings(listed, {"limits": "", "pod": ""}) == {"namespace": "a", "priority_class": "high"}
+    assert manifests.settings(listed, {"limits": "", "pod": ""}) == {
+        "namespace": "a",
+        "priority_class": "high",
+    }
     assert manifests.settings(listed, {"pod.spec.priority": "~"})["pod"] == {"spec": {"schedulerName": "x"}}
     assert manifests.settings(listed, {"pod.spec.priority": "'6'"})["pod"]["spec"]["priority"] == "6"
-    assert manifests.settings(listed, {"pod.spec.nodeSelector.a\\.b/c": "d"})["pod"]["spec"]["nodeSelector"] == {
-        "a.b/c": "d"
-    }
+    assert manifests.settings(listed, {"pod.spec.nodeSelector.a\\.b/c": "d"})["pod"]["spec"][
+        "nodeSelector"
+    ] == {"a.b/c": "d"}
     assert listed["limits"] == {"cpu": "1", "memory": "2Gi"}
     for key in ("pod", "pod.spec", "runs"):
         with pytest.raises(UsageError, match=f"--set {key}: must be keys and values"):

@@ -40,7 +40,8 @@ def test_a_kubelet_that_hangs_is_named_before_the_poll_ends(tmp_path, monkeypatc
 
 def test_a_kubelet_misses_a_deletion_once_for_each_grace_period(tmp_path, monkeypatch):
     monkeypatch.setattr(pods, "MISSED_S", -3.9)
-    monitor, runs = PodMonitor(plan(tmp_path), 0), PodState(NodeStatus("node-0", "ready"), runs=True)
+    monitor = PodMonitor(plan(tmp_path), 0)
+    runs = PodState(NodeStatus("node-0", "ready"), runs=True)
     assert not monitor.misses_deletion(runs)
     deleted = replace(runs, deleted="its pod was deleted", grace_s=4)
     assert not monitor.misses_deletion(deleted)
@@ -55,7 +56,8 @@ def test_a_kubelet_misses_a_deletion_once_for_each_grace_period(tmp_path, monkey
 
 def jobs_in(folder, monkeypatch, answer, *names):
     """Records of jobs in one namespace, and the calls of a program in the place of kubectl."""
-    program, calls = folder / "kubectl", folder / "calls"
+    program = folder / "kubectl"
+    calls = folder / "calls"
     program.write_text(f'#!/bin/sh\necho "$*" >> {calls}\n{answer}\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")

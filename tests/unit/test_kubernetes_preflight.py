@@ -44,7 +44,9 @@ def test_an_admin_may_do_everything():
 def pod(**spec):
     return {
         "spec": {
-            "containers": [{"name": "node", "resources": {"limits": {"nvidia.com/gpu": "2", "memory": "1Gi"}}}],
+            "containers": [
+                {"name": "node", "resources": {"limits": {"nvidia.com/gpu": "2", "memory": "1Gi"}}}
+            ],
             **spec,
         }
     }
@@ -129,16 +131,22 @@ def asks_for(limits, *, pods=2, gpu="nvidia.com/gpu", sidecar=None, **spec):
     return preflight.Needs("x", True, [one] * pods, "", secrets=False, gpu_resource=gpu)
 
 
-@pytest.mark.parametrize("gpu", ["nvidia.com/gpu", "nvidia.com/mig-1g.10gb", "amd.com/gpu", "habana.ai/gaudi"])
+@pytest.mark.parametrize(
+    "gpu", ["nvidia.com/gpu", "nvidia.com/mig-1g.10gb", "amd.com/gpu", "habana.ai/gaudi"]
+)
 def test_the_gpus_are_counted_and_other_devices_are_not_taken_for_them(gpu):
     devices = {"rdma/hca": "1", "memory": "1Gi", gpu: "4"}  # in this order, as the section is before the GPUs
     machine = {"rdma/hca": "8", gpu: "4", "cpu": "8"}
     assert preflight._devices(Cluster([machine] * 2), asks_for(devices, gpu=gpu)) == []
-    with pytest.raises(UsageError, match=f"2 pods need 4 {gpu} and 1 rdma/hca each, and the cluster has room for 1"):
+    with pytest.raises(
+        UsageError, match=f"2 pods need 4 {gpu} and 1 rdma/hca each, and the cluster has room for 1"
+    ):
         preflight._devices(Cluster([machine, {**machine, gpu: "3"}]), asks_for(devices, gpu=gpu))
     with pytest.raises(UsageError, match=f"no machine has {gpu}; no machine of the cluster has a GPU"):
         preflight._devices(Cluster([{"rdma/hca": "8"}] * 2), asks_for(devices, gpu=gpu))
-    with pytest.raises(UsageError, match=r"no machine has rdma/hca; the cluster has rdma/hca_shared") as error:
+    with pytest.raises(
+        UsageError, match=r"no machine has rdma/hca; the cluster has rdma/hca_shared"
+    ) as error:
         preflight._devices(Cluster([{"rdma/hca_shared": "8", gpu: "4"}] * 2), asks_for({**devices}, gpu=gpu))
     assert error.value.hint.startswith("devices:")
 
@@ -154,7 +162,12 @@ def claims_of(modes, pods):
 
 
 def test_claims_that_several_pods_cannot_mount():
-    assert claims_of(["ReadWriteMany"], 2) == claims_of(["ReadOnlyMany"], 2) == claims_of(["ReadWriteOncePod"], 1) == []
+    assert (
+        claims_of(["ReadWriteMany"], 2)
+        == claims_of(["ReadOnlyMany"], 2)
+        == claims_of(["ReadWriteOncePod"], 1)
+        == []
+    )
     assert claims_of(["ReadWriteOnce"], 1) == []
     assert claims_of(["ReadWriteOnce", "ReadWriteMany"], 2) == []
     (warning,) = claims_of(["ReadWriteOnce"], 2)

@@ -13,7 +13,12 @@ PODS = json.loads(Path(__file__).with_name("kubernetes_pods.json").read_text())
 
 #: Case: phase, exit code, the end of the attempt for good, and words of the sentence.
 CASES = {
-    "gpus": ("pending", None, False, "no machine is free: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu"),
+    "gpus": (
+        "pending",
+        None,
+        False,
+        "no machine is free: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu",
+    ),
     "selector": ("pending", None, False, "3 node(s) didn't match"),
     "files": ("pending", None, False, "waits for its files"),
     "claim": ("exited", 2, True, "no PersistentVolumeClaim nope"),
@@ -55,7 +60,8 @@ def test_only_a_running_container_can_be_asked():
 
 
 def test_an_image_is_final_after_three_tries_or_if_the_registry_says_so():
-    pod, events = PODS["pull"]["pod"], deepcopy(PODS["pull"]["events"])
+    pod = PODS["pull"]["pod"]
+    events = deepcopy(PODS["pull"]["events"])
     failed = [event for event in events if event["message"].startswith("Failed to pull image")]
     assert failed
     for event in failed:
@@ -65,7 +71,10 @@ def test_an_image_is_final_after_three_tries_or_if_the_registry_says_so():
     assert "registry-1.docker.io" in once.status.detail
     failed[0]["count"] = waiting.PULL_TRIES
     assert observed("pull", pod, failed[:1]).is_final
-    failed[0] |= {"count": 1, "message": 'Failed to pull image "x:1": manifest for x:1 not found: manifest unknown'}
+    failed[0] |= {
+        "count": 1,
+        "message": 'Failed to pull image "x:1": manifest for x:1 not found: manifest unknown',
+    }
     assert observed("pull", pod, failed[:1]).is_final
 
 
@@ -85,16 +94,23 @@ def test_a_silent_machine_is_seen_by_the_conditions():
 def test_a_deleted_pod_says_who_deleted_it():
     assert observed("deleted").deleted == "its pod was deleted"
     preempted = {"reason": "Preempted", "message": "Preempted by default/hi-0 on node n0"}
-    assert observed("deleted", events=[preempted]).deleted.startswith("it was preempted: Preempted by default/hi-0")
-    assert waiting.gone("node-0", [preempted]).detail == "it was preempted: Preempted by default/hi-0 on node n0"
+    assert observed("deleted", events=[preempted]).deleted.startswith(
+        "it was preempted: Preempted by default/hi-0"
+    )
+    assert (
+        waiting.gone("node-0", [preempted]).detail == "it was preempted: Preempted by default/hi-0 on node n0"
+    )
     assert waiting.gone("node-0").detail == "its pod was deleted"
     assert observed("running").deleted == ""
 
 
 def test_a_volume_that_the_kubelet_mounts_at_its_next_try_is_no_reason():
-    pod, events = PODS["mount"]["pod"], deepcopy(PODS["mount"]["events"])
+    pod = PODS["mount"]["pod"]
+    events = deepcopy(PODS["mount"]["events"])
     for event in events:
-        event["message"] = 'MountVolume.SetUp failed for volume "agent" : failed to sync configmap cache: timed out'
+        event["message"] = (
+            'MountVolume.SetUp failed for volume "agent" : failed to sync configmap cache: timed out'
+        )
     assert observed("", pod, events).status.detail == "its container is being created"
 
 
@@ -108,10 +124,18 @@ def test_a_deleted_pod_that_has_failed_without_a_reason_was_deleted():
 
 def test_later_versions_name_the_disruption():
     pod = deepcopy(PODS["exit3"]["pod"])
-    target = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "by hi-0"}
+    target = {
+        "type": "DisruptionTarget",
+        "status": "True",
+        "reason": "PreemptionByScheduler",
+        "message": "by hi-0",
+    }
     pod["status"]["conditions"].append(target)
     status = observed("exit3", pod).status
-    assert (status.phase, status.detail) == ("lost", "it was preempted by a pod with a higher priority: by hi-0")
+    assert (status.phase, status.detail) == (
+        "lost",
+        "it was preempted by a pod with a higher priority: by hi-0",
+    )
     gated = deepcopy(PODS["gpus"]["pod"])
     gated["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}]
     assert "queue" in observed("gpus", gated).status.detail
@@ -124,10 +148,14 @@ def test_nodes_with_another_image_end_and_are_named(kind):
         pod["status"]["containerStatuses"][0]["imageID"] = f"{of_kind}sha256:{digest}" if digest else ""
         return waiting.observed(node, pod)
 
-    first, second = "1234567890ab" + "0" * 52, "fedcba098765" + "0" * 52
+    first = "1234567890ab" + "0" * 52
+    second = "fedcba098765" + "0" * 52
     assert waiting.different_image("t:latest", [state("node-0", first), state("node-1", first)]) == {}
     assert waiting.different_image("t:latest", [state("node-0", first), state("node-1", "")]) == {}
-    assert waiting.different_image("t:latest", [state("node-0", first), state("node-1", second, "other/t@")]) == {}
+    assert (
+        waiting.different_image("t:latest", [state("node-0", first), state("node-1", second, "other/t@")])
+        == {}
+    )
     states = [state("node-0", ""), state("node-1", first), state("node-2", first), state("node-3", second)]
     ((node, found),) = waiting.different_image("t:latest", states).items()
     assert (node, found.phase, found.exit_code, found.is_final) == ("node-3", "exited", 2, True)
@@ -186,7 +214,10 @@ def test_the_image_that_cannot_be_pulled_is_named(kind):
     assert "mesh" not in found.status.detail
     creating = {"waiting": {"reason": "PodInitializing"}}
     found = observed("", with_sidecar("pull", FAILS, node_state=creating, kind=kind), events)
-    assert "its container mesh: the container image mesh:1 cannot be pulled: mesh:1 not found" in found.status.detail
+    assert (
+        "its container mesh: the container image mesh:1 cannot be pulled: mesh:1 not found"
+        in found.status.detail
+    )
     assert ours not in found.status.detail
     pulling = [{**pull_event("mesh", "", kind), "reason": "Pulling", "message": "Pulling image"}]
     found = observed("", with_sidecar("pull", creating, node_state=creating, kind=kind), pulling)
@@ -198,12 +229,16 @@ def test_a_sidecar_that_exits_does_not_end_its_node():
     creating = {"waiting": {"reason": "PodInitializing"}}
     for kind in ("initContainers", "containers"):
         assert observed("", with_sidecar("running", ended, kind=kind), []).runs
-        assert observed("", with_sidecar("pull", ended, node_state=creating, kind=kind), []).status.phase == "pending"
+        assert (
+            observed("", with_sidecar("pull", ended, node_state=creating, kind=kind), []).status.phase
+            == "pending"
+        )
     loops = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}}
     found = observed("", with_sidecar("pull", loops, node_state=creating), [])
     assert (found.status.phase, found.is_final) == ("pending", False)
     assert (
-        found.status.detail == "its container mesh: it exits again and again: back-off 10s restarting failed container"
+        found.status.detail
+        == "its container mesh: it exits again and again: back-off 10s restarting failed container"
     )
     pod = with_sidecar("pull", ended, node_state=creating)
     del pod["spec"]["initContainers"][0]["restartPolicy"]  # an ordinary init container

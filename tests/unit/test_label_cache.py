@@ -31,7 +31,12 @@ print(files, sum(len(data.labels(k)) for k in range(len(data))), data._scan.file
 def read_at_once(path: Path, *environments: dict[str, str]) -> list[list[str]]:
     """Open the dataset in one process per environment at the same time; return the words that each prints."""
     readers = [
-        Forked([sys.executable, "-c", READER, str(path)], env={**os.environ, **environment}, stdin=PIPE, stdout=PIPE)
+        Forked(
+            [sys.executable, "-c", READER, str(path)],
+            env={**os.environ, **environment},
+            stdin=PIPE,
+            stdout=PIPE,
+        )
         for environment in environments
     ]
     for reader in readers:
@@ -49,7 +54,11 @@ def test_concurrent_processes_read_the_labels_once(tmp_path):
     path = make_yolo_set(tmp_path, train=40)
     answers = read_at_once(path, {}, {}, {})
     files = [int(answer[0]) for answer in answers]
-    assert sorted(files) == [0, 0, 26]  # label files of the two thirds that have one; other processes decode images
+    assert sorted(files) == [
+        0,
+        0,
+        26,
+    ]  # label files of the two thirds that have one; other processes decode images
     assert {answer[1] for answer in answers} == {"39"}
     (scan,) = scans(tmp_path)
     assert {answer[2] for answer in answers} == {str(scan)}
@@ -93,7 +102,9 @@ def test_the_number_of_classes_invalidates_the_cache(tmp_path):
 
 def test_faults_are_cached(tmp_path):
     path = make_yolo_set(tmp_path)
-    (tmp_path / "labels/train/001.txt").write_text("9 0.5 0.5 0.1 0.1\n0 0.5 0.5 0.1 0.1\n0 0.5 0.5 0.1 0.1\n")
+    (tmp_path / "labels/train/001.txt").write_text(
+        "9 0.5 0.5 0.1 0.1\n0 0.5 0.5 0.1 0.1\n0 0.5 0.5 0.1 0.1\n"
+    )
     first = Yolo(str(path), "train", allow_bad_labels=True).faults
     assert [(fault.line, fault.warning) for fault in first if fault.line] == [(1, False), (3, True)]
     assert Yolo(str(path), "train", allow_bad_labels=True).faults == first

@@ -33,8 +33,14 @@ def detector(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_torchvision(path: Path, task: str, cfg: str, net: Any) -> Path:
-    content = dict.fromkeys(checkpoint_file.KEYS) | {"format": checkpoint_file.FORMAT, "task": task, "imgsz": 64}
-    checkpoint_file.save(path, content | {"ema": net.state_dict(), "names": NAMES, "cfg": {"torchvision": cfg}})
+    content = dict.fromkeys(checkpoint_file.KEYS) | {
+        "format": checkpoint_file.FORMAT,
+        "task": task,
+        "imgsz": 64,
+    }
+    checkpoint_file.save(
+        path, content | {"ema": net.state_dict(), "names": NAMES, "cfg": {"torchvision": cfg}}
+    )
     return path
 
 
@@ -106,7 +112,8 @@ def test_arrays_are_taken_as_opencv_reads_them(detector: Path) -> None:
 
 
 def test_the_options_limit_what_is_found(detector: Path) -> None:
-    model, array = of(detector), image()
+    model = of(detector)
+    array = image()
 
     def found(**options: Any) -> Any:
         return next(model.predict(array, **{"conf": CONF, **options}))
@@ -213,7 +220,11 @@ def test_wrong_arguments_are_refused_at_once(detector: Path, options: dict[str, 
 
 
 def test_options_of_another_task_are_refused(
-    classifier: Path, segmenter: Path, detector: Path, folder: Path, run_trainer: Callable[..., tuple[int, str, str]]
+    classifier: Path,
+    segmenter: Path,
+    detector: Path,
+    folder: Path,
+    run_trainer: Callable[..., tuple[int, str, str]],
 ) -> None:
     with pytest.raises(TrainerError, match="--iou has no effect on weights of --task classify"):
         of(classifier).predict(image(), iou=0.5)

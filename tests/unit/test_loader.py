@@ -56,13 +56,15 @@ def assert_equal(batches, expected):
 def global_epoch(dataset, epoch, world, workers, **options):
     """Per step: ids, images and labels of all ranks, joined in the order of the ranks."""
     ranks = [
-        list(train_loader(dataset, rank=r, world=world, workers=workers, **options).epoch(epoch)) for r in range(world)
+        list(train_loader(dataset, rank=r, world=world, workers=workers, **options).epoch(epoch))
+        for r in range(world)
     ]
     steps = []
     for batches in zip(*ranks, strict=True):
         ids = torch.cat([b.ids for b in batches])
         images = torch.cat([b.images for b in batches])
-        rows, first = [], 0
+        rows = []
+        first = 0
         for b in batches:
             shifted = b.labels.clone()
             shifted[:, 0] += first
@@ -77,7 +79,9 @@ def global_epoch(dataset, epoch, world, workers, **options):
 
 
 @pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 0), (3, 2)])
-@pytest.mark.parametrize("options", [{}, {"rect": True}, {"rect": True, "multi_scale": True}, {"image_weights": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"rect": True}, {"rect": True, "multi_scale": True}, {"image_weights": True}]
+)
 def test_the_global_batch_is_the_same_for_any_ranks_and_workers(world, workers, options):
     dataset = Photos() if options else Digits("train", 64, pages=16)  # 6 + 6 + 4
     reference = global_epoch(dataset, 5, 1, 0, **options)
@@ -100,7 +104,10 @@ def test_an_epoch_resumes_at_any_step_with_the_same_batches(workers):
 def test_a_dropped_loader_is_freed_without_garbage_collection():
     """Garbage collection would close the queues of its workers first, and torch waits 10 s for each."""
     dataset = Digits("train", 64, pages=16)
-    loaders = [train_loader(dataset, workers=2), ValLoader(dataset, imgsz=64, batch=4, rank=0, world=1, workers=2)]
+    loaders = [
+        train_loader(dataset, workers=2),
+        ValLoader(dataset, imgsz=64, batch=4, rank=0, world=1, workers=2),
+    ]
     freed = [weakref.ref(loader) for loader in loaders]
     gc.disable()
     try:
@@ -122,7 +129,9 @@ def test_multi_scale_draws_the_same_side_on_all_ranks():
     sides = epochs[0][0]
     assert set(sides) == {(32, 32), (64, 64), (96, 96)}  # 0.5 to 1.5 x 64
     assert sides != epochs[1][0]
-    assert sides != [b.images.shape[1:3] for b in train_loader(dataset, batch=2, multi_scale=True, seed=4).epoch(0)]
+    assert sides != [
+        b.images.shape[1:3] for b in train_loader(dataset, batch=2, multi_scale=True, seed=4).epoch(0)
+    ]
     assert list(scales(320, 64)) == [192, 256, 320, 384, 448]  # P6: 160 and 480 are no multiples of 64
     assert (scales(640, 32)[0], scales(640, 32)[-1]) == (320, 960)
 
@@ -134,7 +143,8 @@ def test_augmentation_depends_on_epoch_and_seed():
         batch = next(train_loader(dataset, batch=4, seed=seed).epoch(epoch))
         return {int(k): image for k, image in zip(batch.ids, batch.images, strict=True)}
 
-    same, again = images(1, 3), images(1, 3)
+    same = images(1, 3)
+    again = images(1, 3)
     assert all(torch.equal(same[k], again[k]) for k in same)
     for other in (images(2, 3), images(1, 4)):
         assert not any(torch.equal(same[k], other[k]) for k in same)
@@ -265,7 +275,11 @@ def test_workers_are_reduced_to_fit_shared_memory():
     batch = 10 << 20
     assert fit_workers(4, batch, 1, None) == (4, 3, "")
     assert fit_workers(4, batch, 1, 14 * batch) == (4, 3, "")
-    assert fit_workers(4, batch, 2, 14 * batch) == (4, 1, "")  # two ranks share it: 7 batches, 2 of them in transit
+    assert fit_workers(4, batch, 2, 14 * batch) == (
+        4,
+        1,
+        "",
+    )  # two ranks share it: 7 batches, 2 of them in transit
     workers, ahead, note = fit_workers(8, batch, 1, 64 << 20)  # Docker's default
     assert (workers, ahead) == (4, 1)
     assert "room for 64 MiB, 8 workers on each of 1 ranks need 101 MiB: starting 4" in note
@@ -295,7 +309,11 @@ def test_mosaic_images_come_from_a_window_and_are_decoded_once():
 
 def test_workers_prefetch_the_next_epoch():
     data = Digits("train", 64, pages=16)
-    loader, fresh = train_loader(data, workers=2, epochs=6), lambda: train_loader(data)
+    loader = train_loader(data, workers=2, epochs=6)
+
+    def fresh():
+        return train_loader(data)
+
     for epoch, first in ((0, 0), (1, 0), (2, 0), (4, 1), (5, 0), (0, 2), (5, 0)):
         assert_equal(list(loader.epoch(epoch, first)), list(fresh().epoch(epoch, first)))
     for epoch in (1, 2):  # incomplete
@@ -358,7 +376,8 @@ def test_an_image_drawn_twice_is_augmented_differently():
 def test_close_mosaic_disables_mosaics_in_the_last_epochs():
     data = Photos(6)
     closing = train_loader(data, hyp=Hyp(mixup=0.5), close_mosaic=2, epochs=5)
-    with_mosaic, without = train_loader(data, hyp=Hyp(mixup=0.5)), train_loader(data, hyp=Hyp(mosaic=0.0))
+    with_mosaic = train_loader(data, hyp=Hyp(mixup=0.5))
+    without = train_loader(data, hyp=Hyp(mosaic=0.0))
     for epoch in range(5):
         assert_equal(closing.epoch(epoch), (with_mosaic if epoch < 3 else without).epoch(epoch))
 
@@ -366,7 +385,8 @@ def test_close_mosaic_disables_mosaics_in_the_last_epochs():
 @pytest.mark.parametrize("batch", [5, 32])
 def test_validation_shapes_depend_on_the_dataset_alone(batch):
     data = Photos(100)
-    pads, shapes = {}, set()
+    pads = {}
+    shapes = set()
     for world in (1, 3):
         for rank in range(world):
             loader = ValLoader(data, imgsz=128, batch=batch, rank=rank, world=world, workers=0)
@@ -409,7 +429,9 @@ def test_validation_images_map_back_to_the_originals(tmp_path, workers):
             assert batch.images.shape[1:] == (96, 128, 3)
             assert batch.images.dtype == torch.uint8
             assert batch.pads.dtype == torch.float32
-            for image, index, shape, pad in zip(batch.images, batch.ids, batch.shapes, batch.pads.numpy(), strict=True):
+            for image, index, shape, pad in zip(
+                batch.images, batch.ids, batch.shapes, batch.pads.numpy(), strict=True
+            ):
                 original = dataset.image(int(index))
                 assert shape == original.shape[:2] == dataset.size(int(index))
                 rng = np.random.default_rng(seen)
@@ -427,7 +449,9 @@ def test_a_batch_is_pinned_with_all_its_tensors(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: asked.append(self) or self.clone())
     batch = next(iter(ValLoader(Digits("val", 64, pages=6), imgsz=64, batch=2, rank=0, world=1, workers=0)))
     pinned = batch.pin_memory()
-    assert [id(tensor) for tensor in asked] == [id(tensor) for tensor in (batch.images, batch.ids, batch.pads)]
+    assert [id(tensor) for tensor in asked] == [
+        id(tensor) for tensor in (batch.images, batch.ids, batch.pads)
+    ]
     assert pinned.images is not batch.images
     assert torch.equal(pinned.images, batch.images)
     assert pinned.shapes == batch.shapes

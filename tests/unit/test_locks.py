@@ -30,10 +30,16 @@ def locks(tmp_path):
 
 def run(name, locks, *words, program="true", path="", **values):
     """Run agent/NAME.sh with the locks in a folder."""
-    environment = {**os.environ, "CLUSTERCTL_LOCKS": str(locks), "PATH": f"{path or '/bin'}:{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "CLUSTERCTL_LOCKS": str(locks),
+        "PATH": f"{path or '/bin'}:{os.environ['PATH']}",
+    }
     text = base64.b64encode(b"agent").decode() + f"\n{program}\n"
     argv = scripts.command(name, *words, **values)
-    return subprocess.run(argv, input=text, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        argv, input=text, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
 
 
 def start(locks, job="job", gpus="0", **more):
@@ -88,7 +94,8 @@ def test_a_link_in_place_of_the_folder_is_refused(locks, script):
 @pytest.mark.parametrize("how", ["symlink_to", "hardlink_to", "fifo", "folder", "dangling"])
 def test_a_lock_that_is_no_file_of_its_own_is_refused_and_nothing_is_written(locks, how):
     shared_folder(locks)
-    victim, lock = locks.parent / "victim", locks / "gpu-0.lock"
+    victim = locks.parent / "victim"
+    lock = locks / "gpu-0.lock"
     if how == "fifo":
         os.mkfifo(lock)
     elif how == "folder":
@@ -107,7 +114,8 @@ def test_a_lock_that_is_no_file_of_its_own_is_refused_and_nothing_is_written(loc
 def test_a_lock_that_is_exchanged_for_a_link_after_its_check_is_not_followed(locks, program):
     """The folder's owner replaces the file each time that the script runs this program."""
     shared_folder(locks)
-    victim, bin_ = locks.parent / "victim", locks.parent / "bin"
+    victim = locks.parent / "victim"
+    bin_ = locks.parent / "bin"
     victim.write_text("precious")
     bin_.mkdir()
     real = subprocess.run(["which", program], capture_output=True, text=True, check=True).stdout.strip()
@@ -125,9 +133,12 @@ def test_what_a_lock_and_a_ticket_name_is_only_a_jobs_name(locks):
     (locks / "gpu-0.lock").write_text("\x1b]0;evil\x07digits-1\nheld all 1\n" + "x" * 10_000_000)
     with (locks / "gpu-0.lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        queue, refused = run("queue", locks, "01-1-mine", "0"), start(locks)
+        queue = run("queue", locks, "01-1-mine", "0")
+        refused = start(locks)
     lines = queue.stdout.splitlines()
-    assert [bool(re.fullmatch("held [a-z0-9-]{1,48} 0", line)) for line in lines if line.startswith("held")] == [True]
+    assert [
+        bool(re.fullmatch("held [a-z0-9-]{1,48} 0", line)) for line in lines if line.startswith("held")
+    ] == [True]
     assert "ticket 01-1-mine" in lines
     assert "\x1b" not in queue.stdout
     assert (refused.returncode, bool(re.fullmatch("[a-z0-9-]{1,48}", refused.stdout))) == (74, True)
@@ -176,10 +187,12 @@ for _ in range(200):
 
 
 def test_the_locks_of_the_trainer_exclude_each_other_and_leave_no_file(tmp_path):
-    number, locks = tmp_path / "number", tmp_path / "locks"
+    number = tmp_path / "number"
+    locks = tmp_path / "locks"
     number.write_text("0")
     locks.mkdir()
-    words, env = [sys.executable, "-c", COUNTS, str(number)], {**os.environ, "TMPDIR": str(locks)}
+    words = [sys.executable, "-c", COUNTS, str(number)]
+    env = {**os.environ, "TMPDIR": str(locks)}
     processes = [subprocess.Popen(words, env=env) for _ in range(4)]
     assert [process.wait(120) for process in processes] == [0] * 4
     assert number.read_text() == "800"
@@ -191,7 +204,11 @@ def home(tmp_path):
     text = (ROOT / "packaging" / "entrypoint.sh").read_text().replace("/tmp/home-", f"{tmp_path}/home-")
     environment = {**os.environ, "HOME": "/", "CLUSTER_RUN_DIR": str(tmp_path)}
     done = subprocess.run(
-        ["sh", "-c", text, "sh", "printenv", "HOME"], env=environment, capture_output=True, text=True, check=True
+        ["sh", "-c", text, "sh", "printenv", "HOME"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return Path(done.stdout.strip())
 

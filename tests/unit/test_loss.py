@@ -15,7 +15,8 @@ from trainer.losses.anchored import DetectionLoss, assign_level, ciou
 from trainer.models.yolo import Yolo, build_yolo, load_cfg
 from trainer.strategies.network_with_loss import mean_terms
 
-SIDE, BINS = 64, 16
+SIDE = 64
+BINS = 16
 TARGETS = torch.tensor([[0, 1, 0.4, 0.4, 0.3, 0.2], [0, 2, 0.7, 0.3, 0.5, 0.5], [1, 0, 0.5, 0.6, 0.9, 0.8]])
 CFGS = {"anchors": "yolov5n.yaml", "anchor-free": "yolov5nu.yaml", "end-to-end": "yolo26n.yaml"}
 HEADS = pytest.mark.parametrize("head", CFGS)
@@ -49,8 +50,12 @@ def outputs(head: str, images: int, nc: int = 3) -> list[torch.Tensor]:
     return [t.requires_grad_() for t in raw]
 
 
-def targets_of(loss: Any, raw: list[torch.Tensor], labels: torch.Tensor, **more: Any) -> dict[str, torch.Tensor]:
-    targets: dict[str, torch.Tensor] = loss.assigner(NANO)(labels.numpy(), raw[0].shape[0], SIDE, SIDE, **more)
+def targets_of(
+    loss: Any, raw: list[torch.Tensor], labels: torch.Tensor, **more: Any
+) -> dict[str, torch.Tensor]:
+    targets: dict[str, torch.Tensor] = loss.assigner(NANO)(
+        labels.numpy(), raw[0].shape[0], SIDE, SIDE, **more
+    )
     return targets
 
 
@@ -69,7 +74,8 @@ def test_ciou_against_the_formula_by_hand() -> None:
 
 
 def test_ciou_holds_the_weight_of_the_aspect_constant() -> None:
-    box, other = (1.0, 1.0, 2.0, 2.0), torch.tensor([[2.0, 1.5, 2.0, 1.0]])
+    box = (1.0, 1.0, 2.0, 2.0)
+    other = torch.tensor([[2.0, 1.5, 2.0, 1.0]])
     v = 4 / math.pi**2 * (math.atan(2.0) - math.atan(1.0)) ** 2
     a = torch.tensor([box], requires_grad=True)
     ciou(a, other).sum().backward()
@@ -96,9 +102,13 @@ def test_ciou_of_boxes_apart_or_empty_has_a_finite_gradient() -> None:
 
 def test_terms_of_the_anchor_head_are_the_published_ones() -> None:
     """The same loss, spelled out one positive at a time."""
-    loss, raw = loss_for("anchors"), outputs("anchors", 2)
-    assigner, pairs = loss.assigner(NANO), 0
-    box, obj, cls = 0.0, 0.0, 0.0
+    loss = loss_for("anchors")
+    raw = outputs("anchors", 2)
+    assigner = loss.assigner(NANO)
+    pairs = 0
+    box = 0.0
+    obj = 0.0
+    cls = 0.0
     for i, t in enumerate(raw):
         level = assign_level(TARGETS.numpy(), assigner.anchors[i], *t.shape[2:4], 4.0)
         n = len(level.image)
@@ -106,11 +116,15 @@ def test_terms_of_the_anchor_head_are_the_published_ones() -> None:
         wanted = torch.zeros(t.shape[:4])
         for k in range(n):
             p = t[level.image[k], level.anchor[k], level.row[k], level.column[k]]
-            xy, wh = p[:2].sigmoid() * 2 - 0.5, (p[2:4].sigmoid() * 2) ** 2 * torch.tensor(level.anchor_wh[k])
+            xy = p[:2].sigmoid() * 2 - 0.5
+            wh = (p[2:4].sigmoid() * 2) ** 2 * torch.tensor(level.anchor_wh[k])
             quality = ciou(torch.cat((xy, wh))[None], torch.tensor(level.box[k])[None])[0]
             box += (1 - quality).item() / n
             cls += (
-                F.binary_cross_entropy_with_logits(p[5:], F.one_hot(torch.tensor(level.cls[k]), 3).float()).item() / n
+                F.binary_cross_entropy_with_logits(
+                    p[5:], F.one_hot(torch.tensor(level.cls[k]), 3).float()
+                ).item()
+                / n
             )
             wanted[level.image[k], level.anchor[k], level.row[k], level.column[k]] = max(quality.item(), 0)
         obj += (4.0, 1.0, 0.4)[i] * F.binary_cross_entropy_with_logits(t[..., 4], wanted).item()
@@ -121,7 +135,8 @@ def test_terms_of_the_anchor_head_are_the_published_ones() -> None:
 
 def test_terms_of_the_anchor_free_head_are_the_published_ones() -> None:
     """The same loss, spelled out one point at a time."""
-    loss, raw = loss_for("anchor-free"), outputs("anchor-free", 2)
+    loss = loss_for("anchor-free")
+    raw = outputs("anchor-free", 2)
     targets = targets_of(loss, raw, TARGETS)
     found = candidates(targets)
     flat = torch.cat([t.flatten(1, 2) for t in raw], 1).detach()
@@ -137,7 +152,9 @@ def test_terms_of_the_anchor_free_head_are_the_published_ones() -> None:
         got = torch.cat((got, torch.tensor([[sides[0] + sides[2], sides[1] + sides[3]]])), 1)
         box += weight.item() * (1 - ciou(got, target[None]).item())
         cx, cy, w, h = target.tolist()
-        for b, distance in zip(bins, (x - cx + w / 2, y - cy + h / 2, cx + w / 2 - x, cy + h / 2 - y), strict=True):
+        for b, distance in zip(
+            bins, (x - cx + w / 2, y - cy + h / 2, cx + w / 2 - x, cy + h / 2 - y), strict=True
+        ):
             steps = distance / stride
             low = math.floor(steps)
             nll = -b.log_softmax(0)
@@ -153,7 +170,8 @@ def test_terms_of_the_anchor_free_head_are_the_published_ones() -> None:
 
 def test_one_to_one_gives_a_box_its_best_point_and_the_distances_are_fractions_of_the_image() -> None:
     """Spelled out: one pair per box, whose weight is its overlap (times the guard), and a plain L1 distance."""
-    loss, raw = loss_for("end-to-end"), outputs("end-to-end", 2)
+    loss = loss_for("end-to-end")
+    raw = outputs("end-to-end", 2)
     found = candidates(targets_of(loss, raw, TARGETS))
     flat = torch.cat([t.flatten(1, 2) for t in raw[3:]], 1).detach()
     matched = loss.match(flat, found, ONE_TO_ONE)
@@ -175,8 +193,10 @@ def test_one_to_one_gives_a_box_its_best_point_and_the_distances_are_fractions_o
 
 
 def test_the_weight_of_one_to_many_falls_from_epoch_to_epoch() -> None:
-    loss, raw = loss_for("end-to-end"), outputs("end-to-end", 2)
-    targets, found = targets_of(loss, raw, TARGETS), []
+    loss = loss_for("end-to-end")
+    raw = outputs("end-to-end", 2)
+    targets = targets_of(loss, raw, TARGETS)
+    found = []
     for epoch in range(6):  # the sixth: after the last
         loss.begin_epoch(epoch, 5)
         found.append(loss(raw, targets, (SIDE, SIDE))[0])
@@ -184,12 +204,16 @@ def test_the_weight_of_one_to_many_falls_from_epoch_to_epoch() -> None:
     torch.testing.assert_close(
         many / many[0], torch.tensor([0.8, 0.625, 0.45, 0.275, 0.1, 0.1])[:, None] / 0.8 + 0 * many
     )
-    torch.testing.assert_close(one / one[0], torch.tensor([0.2, 0.375, 0.55, 0.725, 0.9, 0.9])[:, None] / 0.2 + 0 * one)
+    torch.testing.assert_close(
+        one / one[0], torch.tensor([0.2, 0.375, 0.55, 0.725, 0.9, 0.9])[:, None] / 0.2 + 0 * one
+    )
 
 
 @HEADS
 @pytest.mark.parametrize("nc", [1, 3])
-def test_a_batch_without_boxes_has_a_finite_loss_and_a_gradient_for_every_parameter(head: str, nc: int) -> None:
+def test_a_batch_without_boxes_has_a_finite_loss_and_a_gradient_for_every_parameter(
+    head: str, nc: int
+) -> None:
     model = nano(head, nc)
     terms = terms_of(loss_for(head, nc), model(torch.rand(2, 3, SIDE, SIDE)), torch.zeros(0, 6))
     terms.sum().backward()
@@ -242,7 +266,8 @@ def test_the_anchor_free_head_ignores_the_gains_of_the_other_and_refuses_label_s
 @pytest.mark.parametrize("split", [1, 3, 5])
 def test_shares_of_uneven_ranks_add_up_to_the_whole(head: str, split: int) -> None:
     """Images 0 and 1 have all boxes, so the second share has none if it begins later."""
-    loss, raw = loss_for(head), outputs(head, 6)
+    loss = loss_for(head)
+    raw = outputs(head, 6)
     whole = terms_of(loss, raw, TARGETS)
     first = TARGETS[TARGETS[:, 0] < split]
     second = TARGETS[TARGETS[:, 0] >= split] - torch.tensor([split, 0, 0, 0, 0, 0])
@@ -270,7 +295,8 @@ def test_rows_that_pad_change_neither_the_loss_nor_a_gradient(head: str) -> None
 
 @HEADS
 def test_the_shapes_of_the_targets_do_not_depend_on_the_labels(head: str) -> None:
-    loss, raw = loss_for(head), outputs(head, 3)
+    loss = loss_for(head)
+    raw = outputs(head, 3)
     rows = Capacity({"positives": 64, "pairs": 512, "top": 64, "boxes": 8})
     shapes = {
         tuple((name, values.shape) for name, values in targets_of(loss, raw, TARGETS[:n], rows=rows).items())

@@ -57,7 +57,12 @@ def test_a_secret_in_the_string_of_an_event_is_masked(secret, ascii_only):
         "inner": json.dumps({"y": secret}),
     }
     found = fields_of(masked(f"::cluster {json.dumps(event, ensure_ascii=ascii_only)}", secret))
-    assert found == {"event": "failed", "error": "token ***!", "more": [{"x": "***"}], "inner": '{"y": "***"}'}
+    assert found == {
+        "event": "failed",
+        "error": "token ***!",
+        "more": [{"x": "***"}],
+        "inner": '{"y": "***"}',
+    }
 
 
 @pytest.mark.parametrize(
@@ -84,7 +89,9 @@ def test_bytes_that_are_no_utf8_are_kept_and_masked():
     assert Mask(["\udce9-secret"]).line(b"\xff is not \xe9-secret") == b"\xff is not ***"
 
 
-@pytest.mark.parametrize("value", ["[" * 100_000, '{"event":"x","a":' + "[" * 5000 + "]" * 5000 + "}", "1" * 5000])
+@pytest.mark.parametrize(
+    "value", ["[" * 100_000, '{"event":"x","a":' + "[" * 5000 + "]" * 5000 + "}", "1" * 5000]
+)
 def test_an_event_that_no_parser_reads_is_text(value):
     line = f"::cluster {value} hunter2"
     assert masked(line, "hunter2") == line.replace("hunter2", "***")

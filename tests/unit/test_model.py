@@ -75,7 +75,11 @@ def test_parameter_counts_are_those_of_the_published_models(name: str) -> None:
 
 
 def test_batch_norm_has_the_published_constants() -> None:
-    norms = [m for m in build_yolo(load_cfg("yolov5n.yaml"), nc=80).modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    norms = [
+        m
+        for m in build_yolo(load_cfg("yolov5n.yaml"), nc=80).modules()
+        if isinstance(m, torch.nn.BatchNorm2d)
+    ]
     assert len(norms) == 57
     assert {(m.eps, m.momentum) for m in norms} == {(1e-3, 0.03)}
 
@@ -100,8 +104,12 @@ def test_the_anchor_free_head_has_its_prior_and_decodes_to_pixels() -> None:
     assert decoded.shape == (1, 64 + 16 + 4, 7)
     # All-zero outputs: every distance is the mean of 0 to 15, so that the box stands around its point.
     assert decoded[0, 0].tolist() == pytest.approx([4, 4, 15 * 8, 15 * 8, 1, 0.5, 0.5])
-    left, top, right, bottom = 56 - 16, 24, 56 + 2 * 16, 24 + 5 * 16
-    sure, not_sure = 1 / (1 + math.exp(-2)), 1 / (1 + math.exp(2))
+    left = 56 - 16
+    top = 24
+    right = 56 + 2 * 16
+    bottom = 24 + 5 * 16
+    sure = 1 / (1 + math.exp(-2))
+    not_sure = 1 / (1 + math.exp(2))
     assert decoded[0, 64 + 4 + 3].tolist() == pytest.approx(
         [(left + right) / 2, (top + bottom) / 2, right - left, bottom - top, 1, sure, not_sure], rel=1e-5
     )
@@ -130,7 +138,8 @@ def test_outputs_have_three_levels_with_strides_8_16_32() -> None:
 
 @pytest.mark.parametrize("nc", [1, 80])
 def test_head_biases_get_the_prior_on_top_of_their_default(nc: int) -> None:
-    placed, plain = nano(nc), nano(nc)
+    placed = nano(nc)
+    plain = nano(nc)
     torch.manual_seed(1)
     plain.detect.m = torch.nn.ModuleList(torch.nn.Conv2d(c, 3 * (nc + 5), 1) for c in (64, 128, 256))
     before = [conv.bias.detach().clone().view(3, -1) for conv in plain.detect.m]
@@ -184,7 +193,8 @@ def test_fusing_keeps_the_outputs() -> None:
 
 def test_sppf_pools_over_5_9_and_13_px() -> None:
     torch.manual_seed(0)
-    block, x = SPPF(8, 8).eval(), torch.rand(1, 8, 16, 16)
+    block = SPPF(8, 8).eval()
+    x = torch.rand(1, 8, 16, 16)
     hidden = block.cv1(x)
     pooled = [torch.nn.functional.max_pool2d(hidden, size, 1, size // 2) for size in (5, 9, 13)]
     torch.testing.assert_close(block(x), block.cv2(torch.cat((hidden, *pooled), 1)))
@@ -192,7 +202,8 @@ def test_sppf_pools_over_5_9_and_13_px() -> None:
 
 def test_gradients_of_joined_maps_are_dense_on_a_cpu() -> None:
     """Of 16 channels, SiLU's gradient of a slice takes 20 times as long."""
-    slices, seen = list[str](), set[str]()
+    slices = list[str]()
+    seen = set[str]()
 
     class Gradients(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -248,21 +259,32 @@ def test_a_users_own_file_works(tmp_path: Path) -> None:
     [
         ({"activation": "relu"}, ":1: unknown key `activation`"),
         ({"nc": "many"}, "nc must be a number above 0, not 'many'"),
-        ({"anchors": [[10, 13, 16]] * 2}, "head row 3: [[6, 4], 1, 'Detect', ['nc', 'anchors']] cannot be built"),
+        (
+            {"anchors": [[10, 13, 16]] * 2},
+            "head row 3: [[6, 4], 1, 'Detect', ['nc', 'anchors']] cannot be built",
+        ),
         ({"backbone": [[-1, 1, "os.system", ["true"]]]}, "cannot be built: unknown module 'os.system'"),
         ({"backbone": [[-1, 1, "Conv", [8, 3, 0]]]}, "cannot be built"),
         ({"width_multiple": float("inf")}, "cannot be built"),
         ({"backbone": [[-1, 1, "Conv"]]}, "backbone row 0: [-1, 1, 'Conv'] cannot be built"),
         ({"backbone": [[-1, 0, "Conv", [8]]]}, "the number of repeats is 0"),
         ({"backbone": [[5, 1, "Conv", [8]]]}, "it takes its input from layer 5"),
-        ({"backbone": [[-1, 1, "Conv", [8, "wide"]]] * 4}, "backbone row 0: [-1, 1, 'Conv', [8, 'wide']] cannot"),
+        (
+            {"backbone": [[-1, 1, "Conv", [8, "wide"]]] * 4},
+            "backbone row 0: [-1, 1, 'Conv', [8, 'wide']] cannot",
+        ),
         ({"anchors": []}, "it needs the key `anchors`"),
         ({"head": [[-1, 1, "Conv", [8, 3, 2]]]}, "the last row of the head"),
         ({"head": [[-1, 1, "Detect", ["nc", "anchors"]]]}, "1 inputs but 2 levels"),
-        ({"head": [[[0, 3], 1, "Concat", [1]], [[-1, 3], 1, "Detect", ["nc", "anchors"]]]}, "do not fit together"),
+        (
+            {"head": [[[0, 3], 1, "Concat", [1]], [[-1, 3], 1, "Detect", ["nc", "anchors"]]]},
+            "do not fit together",
+        ),
     ],
 )
-def test_bad_model_files_are_named_with_their_row(tmp_path: Path, change: dict[str, object], said: str) -> None:
+def test_bad_model_files_are_named_with_their_row(
+    tmp_path: Path, change: dict[str, object], said: str
+) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(yaml.safe_dump(user_file(**change)))
     with pytest.raises(TrainerError) as error:

@@ -156,7 +156,9 @@ class Watched:
 
     def __init__(self, folder):
         nodes = (Machine("n0", "10.0.0.1", (), "n0", "/runs", runtime="none"),)
-        self.plan = BACKENDS["ssh"].plan(Job("job", ("x.py",), 1, 1, "/here", hosts=nodes), attempt=1, port=20000)
+        self.plan = BACKENDS["ssh"].plan(
+            Job("job", ("x.py",), 1, 1, "/here", hosts=nodes), attempt=1, port=20000
+        )
         self.monitor = NodeMonitor(lambda plan, node: {"n0": status_of(folder)})
 
     def status(self):
@@ -164,7 +166,9 @@ class Watched:
         return found
 
 
-@pytest.mark.parametrize("step_s", [-3600.0, 0.0, 3600.0], ids=["clock set back", "clock kept", "clock set on"])
+@pytest.mark.parametrize(
+    "step_s", [-3600.0, 0.0, 3600.0], ids=["clock set back", "clock kept", "clock set on"]
+)
 def test_an_agent_without_a_new_heartbeat_is_lost_although_its_script_runs(tmp_path, monkeypatch, step_s):
     monkeypatch.setattr(monitor, "HEARTBEAT_TIMEOUT_S", 1.0)
     monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
@@ -176,13 +180,16 @@ def test_an_agent_without_a_new_heartbeat_is_lost_although_its_script_runs(tmp_p
         script.kill()
 
 
-@pytest.mark.parametrize("step_s", [-3600.0, 3600.0], ids=["set back", "set on, or the machine was suspended"])
+@pytest.mark.parametrize(
+    "step_s", [-3600.0, 3600.0], ids=["set back", "set on, or the machine was suspended"]
+)
 def test_an_agent_whose_clock_is_set_is_not_lost(tmp_path, monkeypatch, step_s):
     monkeypatch.setattr(monitor, "HEARTBEAT_TIMEOUT_S", 1.0)
     monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
     began = time.monotonic()
     with running(tmp_path, phase="running", heartbeat=time.time()) as script:
-        watched, seen = Watched(tmp_path), set()
+        watched = Watched(tmp_path)
+        seen = set()
         while time.monotonic() - began < 2.5:
             clock = time.time() + (step_s if time.monotonic() - began > 0.5 else 0.0)
             (tmp_path / "n0.json").write_text(json.dumps({"phase": "running", "heartbeat": clock}))
@@ -195,7 +202,8 @@ def test_a_later_job_of_the_same_name_has_none_of_the_statuses_of_an_earlier(mon
     monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
     monkeypatch.setattr(monitor, "TIMEOUT_S", 0.1)
     ready = {node.name: NodeStatus(node.name, "ready") for node in PLAN.nodes}
-    answers, release = [ready], threading.Event()
+    answers = [ready]
+    release = threading.Event()
 
     def poll(plan, machine):
         if answers:
@@ -204,7 +212,10 @@ def test_a_later_job_of_the_same_name_has_none_of_the_statuses_of_an_earlier(mon
         return {}
 
     node_monitor = NodeMonitor(poll)
-    for observe in (lambda plan: node_monitor.statuses(plan), lambda plan: node_monitor.statuses_of([plan])[0]):
+    for observe in (
+        lambda plan: node_monitor.statuses(plan),
+        lambda plan: node_monitor.statuses_of([plan])[0],
+    ):
         answers[:] = [ready]
         assert wait_until(lambda observe=observe: {status.phase for status in observe(PLAN)} == {"ready"})
         answers.clear()

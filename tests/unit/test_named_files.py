@@ -78,7 +78,9 @@ def test_a_path_that_two_files_fit_is_a_fault_that_says_so(tmp_path: Path) -> No
 def test_a_data_yaml_with_backslashes(tmp_path: Path) -> None:
     path = make_yolo_set(tmp_path)
     expected = len(Yolo(str(path), "train"))
-    path.write_text(path.read_text().replace("images/train", r"images\train").replace("images/val", r"..\images\val"))
+    path.write_text(
+        path.read_text().replace("images/train", r"images\train").replace("images/val", r"..\images\val")
+    )
     assert len(Yolo(str(path), "train")) == expected
     found = checked(tmp_path)
     assert found[0] == []
@@ -92,7 +94,9 @@ def test_a_coco_file_name_in_another_form(tmp_path: Path, text: str) -> None:
     images = [{"id": 1, "file_name": text}, {"id": 2, "file_name": "sub/2.jpg"}]
     boxes = [{"image_id": k, "category_id": 1, "bbox": [10, 10, 20, 10]} for k in (1, 2)]
     file = tmp_path / "instances.json"
-    file.write_text(json.dumps({"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "cat"}]}))
+    file.write_text(
+        json.dumps({"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "cat"}]})
+    )
     out, error = convert(tmp_path, "coco", file, "--images", tmp_path / "images")
     assert error is None
     assert "image whose path is written in another form, found by its end: 1\n" in out

@@ -26,7 +26,8 @@ def plan(tmp_path):
 def test_what_one_process_decides_is_shown_by_another_one(plan):
     assert notes.text(plan) == ""
     notes.add(plan, "before")
-    decides, displays = Shown(), Shown()
+    decides = Shown()
+    displays = Shown()
     copied = notes.Copied(displays, plan)
     notes.Kept(decides, plan).note("node-1: exit 137\nhint: none")
     copied.note("node-1: exit 137")  # what the second process sees itself

@@ -32,7 +32,8 @@ def test_a_release_file_loads_without_its_classes(release: Path) -> None:
     assert content["cfg"]["anchors"] == load_cfg("yolov5n.yaml")["anchors"]
     assert {v.dtype for v in content["ema"].values()} == {torch.float32, torch.int64}
     assert (
-        sum(v.numel() for k, v in content["ema"].items() if "running" not in k and "num_b" not in k) == 1_872_157 + 18
+        sum(v.numel() for k, v in content["ema"].items() if "running" not in k and "num_b" not in k)
+        == 1_872_157 + 18
     )
     model = build_yolo(check_cfg(content["cfg"], str(release)), nc=80)
     assert checkpoint_file.transfer(model, content["ema"], str(release)) == (349, 349)
@@ -92,7 +93,8 @@ class Call:
     """Calls a function when it is unpickled the careless way."""
 
     def __init__(self, function: Callable[..., object], *arguments: object) -> None:
-        self.function, self.arguments = function, arguments
+        self.function = function
+        self.arguments = arguments
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.function, self.arguments
@@ -139,7 +141,9 @@ def test_a_broken_file_is_one_line(release: Path, tmp_path: Path) -> None:
     (tmp_path / "flipped.pt").write_bytes(flipped)
     rewrite(release, tmp_path / "short.pt", lambda name, data: data[:-2] if "/data/7" in name else data)
     rewrite(release, tmp_path / "packed.pt", lambda _, data: data, zipfile.ZIP_DEFLATED)
-    rewrite(release, tmp_path / "half.pt", lambda name, data: data[:999] if name.endswith("data.pkl") else data)
+    rewrite(
+        release, tmp_path / "half.pt", lambda name, data: data[:999] if name.endswith("data.pkl") else data
+    )
     (tmp_path / "page.pt").write_text("<html>Not found</html>")
     old = io.BytesIO()
     torch.save({"model": models_yolo_Surprise()}, old, _use_new_zipfile_serialization=False)

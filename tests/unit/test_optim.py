@@ -26,7 +26,9 @@ SCHEDULE = Schedule(Hyp(), epochs=100, steps=STEPS, batch=16)
 
 
 def test_warmup_at_its_beginning_middle_and_end() -> None:
-    begin, middle, end = SCHEDULE.at(0), SCHEDULE.at(75), SCHEDULE.at(150)
+    begin = SCHEDULE.at(0)
+    middle = SCHEDULE.at(75)
+    end = SCHEDULE.at(150)
     assert begin == Rates(accumulate=1, lr_bias=0.1, lr=0.0, momentum=0.8)
     lr1 = 0.01 * (0.99 * 0.99 + 0.01)  # epoch 1
     assert middle.accumulate == round(2.5)
@@ -66,7 +68,8 @@ def test_small_batches_are_accumulated_to_about_64(batch: int, expected: int) ->
 
 
 def test_rates_fall_to_lrf_along_a_line_or_a_cosine() -> None:
-    line, cosine = Schedule(Hyp(lrf=0.1), 10, 1000, 64), Schedule(Hyp(lrf=0.1), 10, 1000, 64, "cosine")
+    line = Schedule(Hyp(lrf=0.1), 10, 1000, 64)
+    cosine = Schedule(Hyp(lrf=0.1), 10, 1000, 64, "cosine")
     assert line.factor(0) == cosine.factor(0) == pytest.approx(1)
     assert line.factor(5) == cosine.factor(5) == pytest.approx(0.55)
     assert (line.factor(10), cosine.factor(10)) == pytest.approx((0.1, 0.1))
@@ -143,9 +146,12 @@ def test_one_cycle_is_torchs() -> None:
     ours = Schedule(hyp, 5, 20, 64, "one-cycle")
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
-    judge = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=100, base_momentum=0.85, max_momentum=0.95)
+    judge = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.2, total_steps=100, base_momentum=0.85, max_momentum=0.95
+    )
     for step in range(100):
-        rates, group = ours.at(step), optimizer.param_groups[0]
+        rates = ours.at(step)
+        group = optimizer.param_groups[0]
         assert (rates.lr, rates.momentum) == pytest.approx((group["lr"], group["momentum"]), rel=1e-6), step
         assert rates.lr_bias == rates.lr
         optimizer.step()
@@ -157,7 +163,9 @@ def test_without_a_nominal_batch_every_batch_moves_the_weights() -> None:
         schedule = Schedule(Hyp(nbs=0.0, warmup_epochs=1.0), 3, 200, batch)
         assert {schedule.at(step).accumulate for step in range(600)} == {1}
         model = torch.nn.Linear(2, 2)
-        optimizer = build_optimizer(model, "SGD", Hyp(nbs=0.0, weight_decay=5e-4), batch, parameter_groups(model))
+        optimizer = build_optimizer(
+            model, "SGD", Hyp(nbs=0.0, weight_decay=5e-4), batch, parameter_groups(model)
+        )
         assert optimizer.param_groups[2]["weight_decay"] == pytest.approx(5e-4)
 
 
@@ -165,7 +173,9 @@ def test_musgd_adds_a_step_with_equal_singular_values_to_that_of_sgd() -> None:
     """The expected step has the singular vectors of the gradient, and its values put through the polynomial."""
     torch.manual_seed(0)
     shapes = {"conv": (8, 4, 3, 3), "tall": (12, 4), "bias": (6,), "other": (8, 4, 3, 3)}
-    ours, plain = ({name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()} for _ in range(2))
+    ours, plain = (
+        {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()} for _ in range(2)
+    )
     optimizer = MuSGD([{"params": [*ours.values()], "weight_decay": 0.01, "muon": 0.2}], lr=0.1, momentum=0.9)
     sgd = torch.optim.SGD(plain.values(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
     average = {name: torch.zeros(shape) for name, shape in shapes.items()}
@@ -182,7 +192,9 @@ def test_musgd_adds_a_step_with_equal_singular_values_to_that_of_sgd() -> None:
                 gradient = plain[name].grad
                 assert gradient is not None
                 average[name] = 0.9 * average[name] + 0.1 * gradient
-                u, s, v = torch.linalg.svd((0.1 * gradient + 0.9 * average[name]).flatten(1), full_matrices=False)
+                u, s, v = torch.linalg.svd(
+                    (0.1 * gradient + 0.9 * average[name]).flatten(1), full_matrices=False
+                )
                 s = s / s.norm()
                 for _ in range(5):
                     s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
@@ -196,6 +208,10 @@ def test_musgd_adds_a_step_with_equal_singular_values_to_that_of_sgd() -> None:
 def test_only_weights_get_muons_share() -> None:
     model = build_yolo(load_cfg("yolo26n.yaml"), nc=3)
     optimizer = build_optimizer(model, "MuSGD", Hyp(), 64, parameter_groups(model))
-    assert [(group["muon"], group["weight_decay"]) for group in optimizer.param_groups] == [(0, 0), (0, 0), (0.2, 5e-4)]
+    assert [(group["muon"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (0, 0),
+        (0, 0),
+        (0.2, 5e-4),
+    ]
     with pytest.raises(TrainerError, match="MuSGD needs whole weights"):
         Settings(optimizer="MuSGD", parallel="fsdp")

@@ -51,6 +51,8 @@ def test_a_file_of_such_a_model_is_named_too(tmp_path: Path) -> None:
     assert len(load_weights(str(mine))["names"]) == 2
 
 
-@pytest.mark.parametrize("name", ["yolov5q.yaml", "yolov8n.yaml", "yolo11n", "yolo26x.pt", "rtdetrv2-r18", "yolov100"])
+@pytest.mark.parametrize(
+    "name", ["yolov5q.yaml", "yolov8n.yaml", "yolo11n", "yolo26x.pt", "rtdetrv2-r18", "yolov100"]
+)
 def test_names_near_those_of_this_trainer_are_no_other_models(name: str) -> None:
     assert other_model("--cfg", name) is None

@@ -111,8 +111,15 @@ def test_a_family_without_a_preset_trains_and_its_loss_knows_the_images_size(tmp
 def test_a_family_without_a_preset_has_the_defaults_of_torchvisions_detectors() -> None:
     usual = Settings(cfg="torchvision:fcos_resnet50_fpn", data="x.yaml")
     mine = Settings(cfg="onebox-s", data="x.yaml")
-    assert (mine.optimizer, mine.schedule, mine.epochs, mine.hyp) == ("AdamW", "cosine", usual.epochs, usual.hyp)
-    assert isinstance(build(read_cfg("onebox-l"), nc=2, where="--cfg", hyp=Hyp(), imgsz=64).model, torch.nn.Module)
+    assert (mine.optimizer, mine.schedule, mine.epochs, mine.hyp) == (
+        "AdamW",
+        "cosine",
+        usual.epochs,
+        usual.hyp,
+    )
+    assert isinstance(
+        build(read_cfg("onebox-l"), nc=2, where="--cfg", hyp=Hyp(), imgsz=64).model, torch.nn.Module
+    )
 
 
 @pytest.mark.usefixtures("onebox")

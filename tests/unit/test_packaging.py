@@ -42,7 +42,11 @@ def test_with_a_repository_all_links_of_the_description_lead_into_it(setup):
     [
         ("see [the guide](docs/a.md#b).", "see the guide.", "see [the guide](U/blob/HEAD/docs/a.md#b)."),
         ("![A run](docs/a.svg)", "", "![A run](U/raw/HEAD/docs/a.svg)"),
-        ("[out](https://a.b/c) [here](#top)", "[out](https://a.b/c) [here](#top)", "[out](https://a.b/c) [here](#top)"),
+        (
+            "[out](https://a.b/c) [here](#top)",
+            "[out](https://a.b/c) [here](#top)",
+            "[out](https://a.b/c) [here](#top)",
+        ),
         (
             "`[a](b)` and\n```sh\n[c](d)\n```\n",
             "`[a](b)` and\n```sh\n[c](d)\n```\n",
@@ -66,7 +70,12 @@ def test_one_edit_of_the_addresses_reaches_readme_package_and_site(tmp_path):
     shutil.copy(ROOT / "packaging/readme.py", tmp_path / "packaging")
     file = tmp_path / "pyproject.toml"
     file.write_text(
-        re.sub(r'^(repository|documentation|package) = ""', r'\1 = "https://e.org/\1"', file.read_text(), flags=re.M)
+        re.sub(
+            r'^(repository|documentation|package) = ""',
+            r'\1 = "https://e.org/\1"',
+            file.read_text(),
+            flags=re.M,
+        )
     )
     subprocess.run([sys.executable, tmp_path / "packaging/readme.py"], check=True)
     text = (tmp_path / "README.md").read_text()

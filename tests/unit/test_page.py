@@ -27,7 +27,9 @@ class Tags(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.attributes, self.text = [], [], ""
+        self.tags = []
+        self.attributes = []
+        self.text = ""
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -44,7 +46,9 @@ def record(tmp_path):
     plan = BACKENDS["compose"].plan(job, attempt=2, port=20000)
     history = (PastAttempt(1, ("node-0", "node-1"), 1000.0, 1030.0, f"rank 1: {SCRIPT}"),)
     (tmp_path / "job" / "attempt-2").mkdir(parents=True)
-    return JobRecord(plan, 1032.0, job, outcome="failed", detail=f"no {SCRIPT}", history=history, ended_at=5000.0)
+    return JobRecord(
+        plan, 1032.0, job, outcome="failed", detail=f"no {SCRIPT}", history=history, ended_at=5000.0
+    )
 
 
 def test_text_of_a_job_is_shown_and_never_run(record, tmp_path):
@@ -64,9 +68,15 @@ def test_text_of_a_job_is_shown_and_never_run(record, tmp_path):
 
 def test_processes_may_write_the_report_at_the_same_time(record, tmp_path):
     JobStore(tmp_path).update(record)
-    program = "from pathlib import Path\nfrom cluster.store import JobStore\nfrom cluster.supervisor import page\n"
-    program += f"record = JobStore(Path({str(tmp_path)!r})).load('job')\nfor _ in range(400): page.write(record)"
-    writers = [subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    program = (
+        "from pathlib import Path\nfrom cluster.store import JobStore\nfrom cluster.supervisor import page\n"
+    )
+    program += (
+        f"record = JobStore(Path({str(tmp_path)!r})).load('job')\nfor _ in range(400): page.write(record)"
+    )
+    writers = [
+        subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
     assert [(each.communicate()[1], each.returncode) for each in writers] == [("", 0)] * 2
     assert sorted(path.name for path in (tmp_path / "job").iterdir()) == ["attempt-2", "report.html"]
 
@@ -79,7 +89,9 @@ def test_attempts_have_their_nodes_times_and_causes(record):
 
 
 def test_an_attempt_whose_failure_is_recorded_is_shown_once(record):
-    failed = PastAttempt(2, ("node-0", "node-1"), 1032.0, 1090.0, "rank 0: exit code 1", (2, 7), is_program_error=True)
+    failed = PastAttempt(
+        2, ("node-0", "node-1"), 1032.0, 1090.0, "rank 0: exit code 1", (2, 7), is_program_error=True
+    )
     shown = Tags(page.render(replace(record, history=(*record.history, failed))))
     assert shown.text.count("attempt 2") == 1
     assert "attempt 2node-0, node-1, 58 s: rank 0: exit code 1" in shown.text
@@ -87,7 +99,9 @@ def test_an_attempt_whose_failure_is_recorded_is_shown_once(record):
 
 def test_a_long_curve_keeps_its_extremes(record, tmp_path):
     rows = [f"{epoch},{0.5 if epoch != 77_777 else 9},nan" for epoch in range(100_000)]
-    (tmp_path / "job" / "results.csv").write_text("\n".join(["epoch,box_loss,obj_loss", *rows, "100000,", "x,1"]))
+    (tmp_path / "job" / "results.csv").write_text(
+        "\n".join(["epoch,box_loss,obj_loss", *rows, "100000,", "x,1"])
+    )
     text = page.render(record)
     assert len(text) < 30_000
     points = re.search('points="([^"]*)"', text)[1].split()
@@ -108,14 +122,18 @@ def test_a_changed_table_of_results_is_read_again(record, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("outcome", "failed", "expected"), [("failed", "node-1", ["node-1"]), ("failed", "", ["node-0"]), ("done", "", [])]
+    ("outcome", "failed", "expected"),
+    [("failed", "node-1", ["node-1"]), ("failed", "", ["node-0"]), ("done", "", [])],
 )
 def test_the_log_of_the_node_that_failed_first_is_open(record, tmp_path, outcome, failed, expected):
     for node in ("node-0", "node-1"):
         (tmp_path / "job" / "attempt-2" / f"{node}.log").write_text("a line\n")
     view = None
     if failed:
-        ends = [NodeStatus("node-0", "exited", 1, ended_at=1080.0), NodeStatus(failed, "exited", 1, ended_at=1070.0)]
+        ends = [
+            NodeStatus("node-0", "exited", 1, ended_at=1080.0),
+            NodeStatus(failed, "exited", 1, ended_at=1070.0),
+        ]
         view = job_state.fold(job_state.start(record.plan, 1032.0), ends, [], 1090.0)
     text = page.render(replace(record, outcome=outcome), view)
     assert re.findall(r"<details open><summary>(node-\d)", text) == expected
@@ -137,7 +155,9 @@ def test_the_page_begins_with_what_its_reader_wants(record, tmp_path):
     for name in ("PR_curve.png", "predictions.jpg", "results.png"):
         (folder / name).write_bytes(b"")
     (folder / "attempt-2" / "node-0.log").write_text("epoch 1\n")
-    (folder / "results.csv").write_text("epoch,box_loss,map50,map,lr\n1,0.5,0.25,0.125,0.01\n2,0.25,nan,nan,0.01\n")
+    (folder / "results.csv").write_text(
+        "epoch,box_loss,map50,map,lr\n1,0.5,0.25,0.125,0.01\n2,0.25,nan,nan,0.01\n"
+    )
     record = replace(record, outcome="done", detail="")
     view = job_state.start(record.plan, 1032.0)
     shown = Tags(page.render(record, view))
@@ -145,7 +165,9 @@ def test_the_page_begins_with_what_its_reader_wants(record, tmp_path):
     assert sorted(titles, key=shown.text.index) == list(titles)
     assert "mAP500.250mAP50-950.125epoch2duration1 h 06 min" in shown.text  # the newest validation
     assert [value for name, value in shown.attributes if name == "src"] == ["predictions.jpg", "PR_curve.png"]
-    view.metrics = [event({"event": "metric", "epoch": 2, "epochs": 7, "map50": float("nan"), "map": float("nan")})]
+    view.metrics = [
+        event({"event": "metric", "epoch": 2, "epochs": 7, "map50": float("nan"), "map": float("nan")})
+    ]
     view.done = event({"event": "done", "map50": 0.75, "map": 0.5})
     assert "mAP500.750mAP50-950.500epoch2 of 7" in Tags(page.render(record, view)).text
 
@@ -190,12 +212,14 @@ class HostileFloat(float):
 
 
 class HostileInt(int):
-    __str__, __format__ = HostileFloat.__str__, HostileFloat.__format__
+    __str__ = HostileFloat.__str__
+    __format__ = HostileFloat.__format__
 
 
 def hostile(kind):
     """Return a value of a type in which all texts and numbers are tags."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return hostile(next(each for each in arguments if each is not types.NoneType))
     if origin is typing.Literal:

@@ -51,8 +51,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, count: int, data: Path, *more: str, code: int = 0) -> list[Ended]:
-    arguments = ["--data", str(data), "--imgsz", "64", "--batch", "4", "--epochs", "2", "--device", "cpu", "--sync-bn"]
-    return wait(start(folder, ranks(count), "train", *arguments, "--log-steps", "--project", ".", *more), code=code)
+    arguments = [
+        "--data",
+        str(data),
+        "--imgsz",
+        "64",
+        "--batch",
+        "4",
+        "--epochs",
+        "2",
+        "--device",
+        "cpu",
+        "--sync-bn",
+    ]
+    return wait(
+        start(folder, ranks(count), "train", *arguments, "--log-steps", "--project", ".", *more), code=code
+    )
 
 
 def settings(batch: int = 8, **more: Any) -> Settings:
@@ -63,9 +77,12 @@ def settings(batch: int = 8, **more: Any) -> Settings:
     return small_settings("digits", batch=batch, **{**usual, **more})
 
 
-def steps(folder: Path, count: int, number: int = 2, wide: bool = True, **more: Any) -> list[dict[str, torch.Tensor]]:
+def steps(
+    folder: Path, count: int, number: int = 2, wide: bool = True, **more: Any
+) -> list[dict[str, torch.Tensor]]:
     """Return loss and gradient of the first steps, as `trainer verify` records them."""
-    request, path = folder / "request.json", folder / "found.pt"
+    request = folder / "request.json"
+    path = folder / "found.pt"
     request.write_text(json.dumps(request_of("verify", settings(**more), 1, steps=number, wide=wide)))
     wait(start(folder, ranks(count), "bench", "rank", str(request), str(path)), code=0)
     found: list[dict[str, torch.Tensor]] = torch.load(path, weights_only=True)
@@ -103,10 +120,13 @@ def off(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> floa
 
 
 def test_gradients_are_clipped_to_a_joint_norm_of_ten() -> None:
-    a, b = torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True)
-    a.grad, b.grad = torch.tensor([30.0, 0.0]), torch.tensor([40.0])
+    a = torch.zeros(2, requires_grad=True)
+    b = torch.zeros(1, requires_grad=True)
+    a.grad = torch.tensor([30.0, 0.0])
+    b.grad = torch.tensor([40.0])
     strategy = Ddp(settings(), World(), CPU)
-    scaler, optimizer = torch.amp.GradScaler("cpu", enabled=False), torch.optim.SGD([a, b])
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    optimizer = torch.optim.SGD([a, b])
     assert strategy.clip(scaler, optimizer, [a, b], Hyp().clip_norm) == 50
     assert a.grad.tolist() == pytest.approx([6, 0], rel=1e-5)
     assert b.grad.tolist() == pytest.approx([8], rel=1e-5)
@@ -173,7 +193,9 @@ def test_all_ranks_skip_a_step_that_overflows(data: Path, tmp_path: Path, strate
     """fp16 first with a loss scaled too far up; the scale falls as on one device, and the losses stay the same."""
     more = ["--precision", "fp16", "--optimizer", "SGD", "--epochs", "1", "--noval"]
     train(tmp_path, 1, data, *more, "--name", "alone")
-    more += ["--parallel", strategy, "--name", strategy] + (["--micro-batches", "1"] if strategy == "pipeline" else [])
+    more += ["--parallel", strategy, "--name", strategy] + (
+        ["--micro-batches", "1"] if strategy == "pipeline" else []
+    )
     train(tmp_path, 2, data, *more)
     scales = [content(tmp_path / name / "last.pt")["scaler"]["scale"] for name in ("alone", strategy)]
     assert scales[0] == scales[1]
@@ -191,7 +213,9 @@ def test_stages_unfreeze_together(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_half_precision_is_that_of_one_device(tmp_path: Path, strategy: str) -> None:
-    one = steps(tmp_path, 1, 1, wide=False, precision="bf16", cfg="tests.unit.test_parallel:without_batch_norm")
+    one = steps(
+        tmp_path, 1, 1, wide=False, precision="bf16", cfg="tests.unit.test_parallel:without_batch_norm"
+    )
     more = {"parallel": strategy, "precision": "bf16", "cfg": "tests.unit.test_parallel:without_batch_norm"}
     assert off(steps(tmp_path, 2, 1, wide=False, **more)[0], one[0]) < 0.05
 
@@ -200,7 +224,11 @@ def test_half_precision_is_that_of_one_device(tmp_path: Path, strategy: str) -> 
     ("optimizer", "first", "others"),
     [
         ("SGD", ["fsdp"], [(2, ["fsdp"]), (2, ["ddp"]), (1, ["ddp"])]),
-        ("AdamW", ["pipeline", "--micro-batches", "1"], [(2, ["pipeline", "--micro-batches", "1"]), (1, ["ddp"])]),
+        (
+            "AdamW",
+            ["pipeline", "--micro-batches", "1"],
+            [(2, ["pipeline", "--micro-batches", "1"]), (1, ["ddp"])],
+        ),
     ],
 )
 def test_every_strategy_resumes_from_the_checkpoint_of_another(
@@ -210,7 +238,8 @@ def test_every_strategy_resumes_from_the_checkpoint_of_another(
     train(tmp_path, 2, data, "--parallel", *first, *options, "--name", "first")
     whole = losses(tmp_path / "first")
     assert len(whole) == 6
-    wanted, begun = content(tmp_path / "first" / "last.pt"), content(tmp_path / "first" / "epoch1.pt")
+    wanted = content(tmp_path / "first" / "last.pt")
+    begun = content(tmp_path / "first" / "epoch1.pt")
     for count, strategy in others:
         name = f"{strategy[0]}{count}"
         (tmp_path / name).mkdir()
@@ -233,11 +262,15 @@ def test_every_strategy_resumes_from_the_checkpoint_of_another(
 
 def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """Return the distance of two states of a model."""
-    return float(torch.stack([(a[k].double() - b[k].double()).norm() for k in b if b[k].is_floating_point()]).norm())
+    return float(
+        torch.stack([(a[k].double() - b[k].double()).norm() for k in b if b[k].is_floating_point()]).norm()
+    )
 
 
 def shapes(optimizer: dict[str, Any]) -> dict[int, dict[str, torch.Size]]:
-    return {k: {name: value.shape for name, value in state.items()} for k, state in optimizer["state"].items()}
+    return {
+        k: {name: value.shape for name, value in state.items()} for k, state in optimizer["state"].items()
+    }
 
 
 #: A network with few kernels, because each takes a compiler a second.
@@ -246,8 +279,31 @@ ONE_LEVEL = TINY.replace("tiny", "one_level")
 
 def losses_of_two_ranks(folder: Path, data: Path, name: str, *more: str) -> tuple[torch.Tensor, list[Ended]]:
     """Train for two steps on two ranks; return steps.csv (2, columns) and the processes."""
-    arguments = ("train", "--data", str(data), "--cfg", ONE_LEVEL, "--imgsz", "64", "--batch", "6", "--epochs", "1")
-    arguments += ("--device", "cpu", "--precision", "fp32", "--log-steps", "--noval", "--project", ".", "--name", name)
+    arguments = (
+        "train",
+        "--data",
+        str(data),
+        "--cfg",
+        ONE_LEVEL,
+        "--imgsz",
+        "64",
+        "--batch",
+        "6",
+        "--epochs",
+        "1",
+    )
+    arguments += (
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--log-steps",
+        "--noval",
+        "--project",
+        ".",
+        "--name",
+        name,
+    )
     ended = wait(start(folder, ranks(2), *arguments, *more), code=0)
     rows = (folder / name / "steps.csv").read_text().splitlines()[1:]
     assert len(rows) == 2
@@ -296,7 +352,11 @@ def test_unsupported_combinations_are_errors(data: Path, tmp_path: Path) -> None
 def test_a_split_is_even_and_sends_little() -> None:
     assert split([1.0, 1.0, 1.0, 1.0, 4.0], [0, 9, 9, 9, 9, 9], 2) == [0, 4, 5]
     assert split([1.0, 1.0, 4.0], [0, 9, 9, 9], 1) == [0, 3]
-    assert split([1.0, 0.01, 0.01, 1.0], [0, 900, 5, 900, 0], 2) == [0, 2, 4]  # within the tolerance, the least is sent
+    assert split([1.0, 0.01, 0.01, 1.0], [0, 900, 5, 900, 0], 2) == [
+        0,
+        2,
+        4,
+    ]  # within the tolerance, the least is sent
     assert split([1.0, 0.5, 0.5, 1.0], [0, 1, 900, 1, 0], 2) == [0, 2, 4]  # beyond it, time decides
     assert split([1.0, 1.0, 1.0], [0, math.inf, 5, 0], 2) == [0, 2, 3]  # a size or a parameter is not sent
     assert split([1.0] * 6, [0, 9, 9, 9, 9, 9, 0], 3) == [0, 2, 4, 6]
@@ -316,7 +376,9 @@ class Resized(nn.Module):
         return nn.functional.interpolate(self.layers(x), size=size)
 
 
-@pytest.mark.parametrize("model", [build_yolo(load_cfg("yolov5n.yaml"), nc=3), resnet18(num_classes=5), Resized()])
+@pytest.mark.parametrize(
+    "model", [build_yolo(load_cfg("yolov5n.yaml"), nc=3), resnet18(num_classes=5), Resized()]
+)
 def test_the_parts_of_a_model_are_the_model(model: nn.Module) -> None:
     """Also with layers that change their input in place."""
     images = torch.rand(2, 3, 64, 64)
@@ -357,7 +419,9 @@ def test_a_model_that_cannot_be_split_is_an_error(model: nn.Module, message: str
 
 
 def test_blocks_are_the_members_of_a_models_lists() -> None:
-    assert len(list(blocks(build_yolo(load_cfg("yolov5n.yaml"), nc=3)))) == 19  # upsampling and concatenation have none
+    assert (
+        len(list(blocks(build_yolo(load_cfg("yolov5n.yaml"), nc=3)))) == 19
+    )  # upsampling and concatenation have none
     assert [type(block).__name__ for block in blocks(resnet18())] == ["BasicBlock"] * 8
 
 
@@ -440,7 +504,8 @@ def test_outputs_and_gradients_of_uneven_ranks_are_those_of_one_process(tmp_path
 def test_it_is_batch_norm_in_one_process_and_in_evaluation(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4, 4, dtype=dtype)
-    plain, synchronised = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+    plain = nn.BatchNorm2d(3)
+    synchronised = nn.BatchNorm2d(3)
     before = {name: tensor.data_ptr() for name, tensor in synchronised.state_dict().items()}
     synchronise(synchronised, CPU)
     assert {name: tensor.data_ptr() for name, tensor in synchronised.state_dict().items()} == before

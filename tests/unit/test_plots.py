@@ -19,7 +19,9 @@ def near(image_bgr, rgb, within=40):
 
 def test_curves_are_drawn_for_the_known_columns(tmp_path):
     table = tmp_path / "results.csv"
-    rows = [f"{e},{0.1 / e},{0.06 / e},{0.02 / e},{1 - 1 / e},{0.7 - 0.7 / e},200,0.01,odd" for e in range(1, 9)]
+    rows = [
+        f"{e},{0.1 / e},{0.06 / e},{0.02 / e},{1 - 1 / e},{0.7 - 0.7 / e},200,0.01,odd" for e in range(1, 9)
+    ]
     table.write_text("\n".join(["epoch, box_loss,obj_loss,cls_loss,map50,map,images_per_s,lr,other", *rows]))
     plot_results(table, tmp_path / "results.png")
     image = cv2.imread(str(tmp_path / "results.png"))
@@ -61,7 +63,9 @@ def test_true_boxes_are_beside_the_predicted_ones_in_the_colours_of_their_classe
 
 def test_images_of_different_shapes_fit_one_grid(tmp_path):
     shapes = [(480, 640), (640, 480), (32, 32), (1000, 200), (64, 160)]
-    samples = [sample(np.full((*shape, 3), 90, np.uint8), [[1, 1, 20, 20]], [[2, 2, 20, 20]]) for shape in shapes]
+    samples = [
+        sample(np.full((*shape, 3), 90, np.uint8), [[1, 1, 20, 20]], [[2, 2, 20, 20]]) for shape in shapes
+    ]
     detect.shown(samples, ["cat", "dog"], tmp_path / "p.jpg")
     assert cv2.imread(str(tmp_path / "p.jpg")).shape[2] == 3
 
@@ -131,7 +135,8 @@ def test_labels_are_drawn_where_their_centres_are(tmp_path):
     low = LabelledImages([[(0, 0.5, 0.9, 0.1, 0.1)], [(1, 0.5, 0.9, 0.2, 0.1)] * 3, []])
     detect.labels(low, tmp_path / "labels.png")
     image = cv2.imread(str(tmp_path / "labels.png"))
-    half_y, half_x = image.shape[0] // 2, image.shape[1] // 2
+    half_y = image.shape[0] // 2
+    half_x = image.shape[1] // 2
     centres = image[half_y:, : int(0.8 * half_x)]  # without the colour bar
     ys, _ = np.nonzero(near(centres, (8, 48, 107), within=12))
     assert ys.min() > half_y / 2  # a box low in the image is low in the map

@@ -30,7 +30,9 @@ def test_a_status_file_with_other_ends_of_lines_is_one_line(tmp_path, monkeypatc
     folder = Path(plan.attempt_dir)
     folder.mkdir(parents=True)
     (folder / "node-0.pid").write_text("999999999")
-    (folder / "node-0.json").write_text('{"phase":"exited","exit_code":3,"reason":"a\u2028b\u0085c"}\n', "utf-8")
+    (folder / "node-0.json").write_text(
+        '{"phase":"exited","exit_code":3,"reason":"a\u2028b\u0085c"}\n', "utf-8"
+    )
     _, found = poll_script.poll(plan, plan.nodes[0].machine, poll_script.Script("poll"))
     assert (found["node-0"].exit_code, found["node-0"].detail) == (3, "a b c")
 
@@ -60,19 +62,28 @@ def test_a_warning_of_bash_before_the_script_has_written_its_pid_is_no_end(tmp_p
 
 def test_the_agents_exit_code_counts_while_its_container_is_removed(tmp_path):
     failure = {"rank": 1, "time": 8.0, "error": "boom", "secondary": False}
-    with running(tmp_path, phase="exited", exit_code=3, ended_at=9.0, heartbeat=9.0, failure=failure) as script:
+    with running(
+        tmp_path, phase="exited", exit_code=3, ended_at=9.0, heartbeat=9.0, failure=failure
+    ) as script:
         assert status_of(tmp_path) == NodeStatus("n0", "exited", 3, "", 9.0, failure=Failure(**failure))
         script.kill()
 
 
 def test_only_well_formed_events_of_an_agent_count_and_the_setup_is_a_phase(tmp_path):
     good = {"event": "ready", "node": 0, "time": 1.0}
-    events = {"ready": good, "progress": {"event": "progress", "time": "x"}, "metric": [1], "done": {"event": 5}}
+    events = {
+        "ready": good,
+        "progress": {"event": "progress", "time": "x"},
+        "metric": [1],
+        "done": {"event": 5},
+    }
     with running(tmp_path, phase="setup", heartbeat=time.time(), events=events) as script:
         assert replace(status_of(tmp_path), heartbeat=0.0) == NodeStatus(
             "n0", "setup", events=(event(good), event({"event": "progress"}))
         )
-        (tmp_path / "n0.json").write_text(json.dumps({"phase": "running", "heartbeat": time.time(), "events": "no"}))
+        (tmp_path / "n0.json").write_text(
+            json.dumps({"phase": "running", "heartbeat": time.time(), "events": "no"})
+        )
         assert replace(status_of(tmp_path), heartbeat=0.0) == NodeStatus("n0", "starting")
         script.kill()
 
@@ -97,7 +108,9 @@ def test_the_arguments_of_very_many_jobs_take_several_commands(monkeypatch, tmp_
 
     monkeypatch.setattr(poll_script, "reach", lambda node: Counting())
     plans = [
-        BACKENDS["local"].plan(Job(f"job-{number}", ("x.py",), 4, 1, f"{tmp_path}/{'x' * 200}"), attempt=1, port=20000)
+        BACKENDS["local"].plan(
+            Job(f"job-{number}", ("x.py",), 4, 1, f"{tmp_path}/{'x' * 200}"), attempt=1, port=20000
+        )
         for number in range(100)
     ]
     found = BACKENDS["local"].observe_all(plans)

@@ -22,7 +22,9 @@ def pose_set(root: Path, shape: str, row: str) -> Path:
 
 
 # Two points outside of the box, so that an outline around all numbers would be another box.
-@pytest.mark.parametrize(("shape", "points"), [("[2, 2]", "0.05 0.1 0.9 0.95"), ("[2, 3]", "0.05 0.1 2 0.9 0.95 1")])
+@pytest.mark.parametrize(
+    ("shape", "points"), [("[2, 2]", "0.05 0.1 0.9 0.95"), ("[2, 3]", "0.05 0.1 2 0.9 0.95 1")]
+)
 def test_the_box_is_the_first_four_numbers(tmp_path: Path, shape: str, points: str) -> None:
     path = pose_set(tmp_path, shape, f"{BOX} {points}")
     data = Yolo(str(path), "train")

@@ -64,15 +64,25 @@ def test_images_of_a_folder_are_drawn_and_saved(predict, tmp_path):
     ]
     wide = entries[1]
     assert 0 < len(wide["boxes"]) <= 5
-    rows = [[float(v) for v in row.split()] for row in (result / "labels" / "wide.txt").read_text().splitlines()]
+    rows = [
+        [float(v) for v in row.split()] for row in (result / "labels" / "wide.txt").read_text().splitlines()
+    ]
     for row, box in zip(rows, wide["boxes"], strict=True):
         x1, y1, x2, y2 = box["xyxy"]
         assert 0 <= x1 < x2 <= 200
         assert 0 <= y1 < y2 <= 60
         assert box["name"] == ("green", "red")[box["class"]]
-        expected = [box["class"], (x1 + x2) / 400, (y1 + y2) / 120, (x2 - x1) / 200, (y2 - y1) / 60, box["score"]]
+        expected = [
+            box["class"],
+            (x1 + x2) / 400,
+            (y1 + y2) / 120,
+            (x2 - x1) / 200,
+            (y2 - y1) / 60,
+            box["score"],
+        ]
         assert row == pytest.approx(expected, abs=1e-3)
-    drawn, before = cv2.imread(str(result / "wide.png")), cv2.imread(str(folder / "wide.png"))
+    drawn = cv2.imread(str(result / "wide.png"))
+    before = cv2.imread(str(folder / "wide.png"))
     assert drawn.shape == before.shape
     highest = wide["boxes"][0]  # drawn last
     colour = np.array(class_colour(highest["class"]))
@@ -84,7 +94,9 @@ def test_only_the_wanted_classes_are_found(predict, tmp_path):
     cv2.imwrite("a.png", image())
     found = {}
     for classes in ("", "red", "0", "0 1"):
-        code, out, _ = predict("a.png", "--conf", CONF, "--json", "--nosave", "--classes", *classes.split(" "))
+        code, out, _ = predict(
+            "a.png", "--conf", CONF, "--json", "--nosave", "--classes", *classes.split(" ")
+        )
         assert code == 0
         found[classes] = {box["name"] for box in json.loads(out)["boxes"]}
     assert found == {"": {"green", "red"}, "red": {"red"}, "0": {"green"}, "0 1": {"green", "red"}}

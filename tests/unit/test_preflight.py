@@ -10,7 +10,8 @@ from cluster.spec.model import Job, Machine
 from cluster.transport.local import LocalShell
 
 HOSTS = tuple(
-    Machine(name, f"10.0.0.{k}", (0, 1), login=name, run_dir="/r", runtime="docker") for k, name in enumerate("ab")
+    Machine(name, f"10.0.0.{k}", (0, 1), login=name, run_dir="/r", runtime="docker")
+    for k, name in enumerate("ab")
 )
 PLAN = BACKENDS["ssh"].plan(
     Job("job", ("-m", "trainer"), 2, 2, "/runs", image="trainer:0.1", hosts=HOSTS), attempt=1, port=20000
@@ -23,9 +24,21 @@ ID = "sha256:" + "1" * 64
     [
         ("no_image", "b: no image trainer:0.1", "add --push"),
         ("no_runtime docker", "b: docker is not installed", "clusterctl init"),
-        ("engine permission denied while trying to connect", "b: docker does not answer", "usermod -aG docker"),
-        (f"image {ID} arm64 x86_64", "b: trainer:0.1 is an image for arm64, and the machine is x86_64", "--image NAME"),
-        ("no_way 10.0.0.0:20000: No route to host", "b: cannot reach the master at 10.0.0.0:20000: No route", "doctor"),
+        (
+            "engine permission denied while trying to connect",
+            "b: docker does not answer",
+            "usermod -aG docker",
+        ),
+        (
+            f"image {ID} arm64 x86_64",
+            "b: trainer:0.1 is an image for arm64, and the machine is x86_64",
+            "--image NAME",
+        ),
+        (
+            "no_way 10.0.0.0:20000: No route to host",
+            "b: cannot reach the master at 10.0.0.0:20000: No route",
+            "doctor",
+        ),
         ("no_rsync", "b: rsync is not installed", "apt-get install rsync"),
     ],
 )
@@ -37,7 +50,12 @@ def test_a_problem_has_the_nodes_name_and_a_hint(line, why, hint):
 
 def test_compatibility_libraries_of_the_image_make_an_older_driver_sufficient():
     plan = replace(PLAN, job=replace(PLAN.job, device="cuda"))
-    report = ["listed GPU 0: A (UUID: GPU-a)", "listed GPU 1: A (UUID: GPU-b)", "driver=535.183.01", "cuda=13.0"]
+    report = [
+        "listed GPU 0: A (UUID: GPU-a)",
+        "listed GPU 1: A (UUID: GPU-b)",
+        "driver=535.183.01",
+        "cuda=13.0",
+    ]
     (error,) = preflight.problems(plan, HOSTS[1], report)
     assert error.message == "b: driver 535.183.01 is too old: CUDA 13.0 needs 580 or newer"
     assert preflight.problems(plan, HOSTS[1], [*report, "compat=yes"]) == []
@@ -70,7 +88,11 @@ def test_nodes_with_another_image_are_named():
         ("exists /r/job", NameTakenError, "b: /r/job already exists"),
         ("runs process 7", NameTakenError, "b: a job job already exists: process 7"),
         ("port taken by pid 7", PortTakenError, "b: port 20000 is taken by pid 7"),
-        ('port taken users:(("python",pid=7,fd=3))', PortTakenError, "b: port 20000 is taken by python (pid=7)"),
+        (
+            'port taken users:(("python",pid=7,fd=3))',
+            PortTakenError,
+            "b: port 20000 is taken by python (pid=7)",
+        ),
     ],
 )
 def test_a_conflict_with_another_job_has_its_kind(line, kind, message):
@@ -83,7 +105,10 @@ def test_one_error_lists_all_problems_else_the_conflicts_of_one_kind():
     taken = preflight.conflicts(PLAN, HOSTS[0], ["port taken", "held other 1", "held other 0"])
     with pytest.raises(UsageError) as error:
         preflight.refuse([*taken, *missing])
-    assert (error.value.message.split("\n       "), error.value.hint) == (["a: no image", "b: no image"], "push")
+    assert (error.value.message.split("\n       "), error.value.hint) == (
+        ["a: no image", "b: no image"],
+        "push",
+    )
     with pytest.raises(UsageError) as error:
         preflight.refuse(taken)
     assert error.value.message == "a: job other is using its GPUs"
@@ -103,7 +128,9 @@ def test_this_machine_in_an_inventory_is_checked_like_the_others():
         assert "GLOO_SOCKET_IFNAME=lo" not in text
 
 
-@pytest.mark.parametrize(("limit", "lines"), [("unlimited", []), ("0", ["run_dir "])], ids=["space", "no space"])
+@pytest.mark.parametrize(
+    ("limit", "lines"), [("unlimited", []), ("0", ["run_dir "])], ids=["space", "no space"]
+)
 def test_a_run_directory_without_space_is_reported_despite_its_permissions(tmp_path, limit, lines):
     """A file size limit of 0 acts as a full disk."""
     plan = replace(PLAN, job=replace(PLAN.job, device="cpu", python="true"))

@@ -10,17 +10,15 @@ from cluster.transport.local import LocalShell
 from tests.conftest import wait_until
 
 
-def test_a_process_whose_parent_was_stopped_before_it_could_forward_the_signal_is_asked_to_end(tmp_path, monkeypatch):
+def test_a_process_whose_parent_was_stopped_before_it_could_forward_the_signal_is_asked_to_end(
+    tmp_path, monkeypatch
+):
     """A process that forwards the signal is not disturbed."""
     monkeypatch.setattr(processes, "reach", lambda node: LocalShell())
     job = f"stop-{os.getpid()}"
-    orphan = (
-        f"trap 'touch {tmp_path}/orphan-asked; exit' TERM; touch {tmp_path}/orphan-began; while :; do sleep 0.1; done"
-    )
+    orphan = f"trap 'touch {tmp_path}/orphan-asked; exit' TERM; touch {tmp_path}/orphan-began; while :; do sleep 0.1; done"
     script = "trap 'bash -c \"$ORPHAN\" & exit' TERM; touch $BEGAN; while :; do sleep 0.1; done"
-    forwards = (
-        f"trap 'bash -c \"sleep 1; touch {tmp_path}/forwarded\"; exit' TERM; touch $BEGAN; while :; do sleep 0.1; done"
-    )
+    forwards = f"trap 'bash -c \"sleep 1; touch {tmp_path}/forwarded\"; exit' TERM; touch $BEGAN; while :; do sleep 0.1; done"
     env = {**os.environ, "CLUSTER_LAUNCH_ID": job, "CLUSTER_ATTEMPT": "1", "ORPHAN": orphan}
     began = [tmp_path / "began-0", tmp_path / "began-1"]
     started = [
@@ -38,7 +36,9 @@ def test_one_attempt_is_stopped_while_the_next_one_keeps_running(monkeypatch):
     monkeypatch.setattr(processes, "reach", lambda node: LocalShell())
     job = f"stop-{os.getpid()}"
     first, second = (
-        subprocess.Popen(["sleep", "60"], env={**os.environ, "CLUSTER_LAUNCH_ID": job, "CLUSTER_ATTEMPT": attempt})
+        subprocess.Popen(
+            ["sleep", "60"], env={**os.environ, "CLUSTER_LAUNCH_ID": job, "CLUSTER_ATTEMPT": attempt}
+        )
         for attempt in ("1", "2")
     )
     with first, second:

@@ -36,9 +36,15 @@ from trainer.strategies.network_with_loss import mean_terms
 from trainer.tasks import open_task
 from trainer.weights import checkpoint_file
 
-NC, SIDE = 3, 96
+NC = 3
+SIDE = 96
 LABELS = torch.tensor(
-    [[0, 1, 0.4, 0.4, 0.5, 0.4], [0, 2, 0.7, 0.3, 0.5, 0.5], [0, 0, 0.5, 0.5, 0.2, 0.3], [1, 0, 0.5, 0.6, 0.9, 0.8]]
+    [
+        [0, 1, 0.4, 0.4, 0.5, 0.4],
+        [0, 2, 0.7, 0.3, 0.5, 0.5],
+        [0, 0, 0.5, 0.5, 0.2, 0.3],
+        [1, 0, 0.5, 0.6, 0.9, 0.8],
+    ]
 )
 FAMILIES = {
     "dfine-tiny": transformers.DFineForObjectDetection,
@@ -141,14 +147,17 @@ def terms(parts: Parts, sums: Tensor, counts: Tensor) -> Tensor:
 @each_family
 @pytest.mark.parametrize("noise", [True, False], ids=["noise", "plain"])
 def test_loss_and_gradients_are_the_librarys(cfg: str, noise: bool) -> None:
-    parts, images = family(cfg), torch.rand(2, 3, SIDE, SIDE)
+    parts = family(cfg)
+    images = torch.rand(2, 3, SIDE, SIDE)
     if not noise:
         parts.criterion.without_noise()
     whole = FAMILIES[cfg](parts.model.net.config)
     whole.model = parts.model.net
     wanted = targets(parts, LABELS, 2)
     torch.manual_seed(1)
-    mine = terms(parts, *parts.criterion(parts.criterion.outputs_of(parts.model, images, wanted), wanted, (SIDE, SIDE)))
+    mine = terms(
+        parts, *parts.criterion(parts.criterion.outputs_of(parts.model, images, wanted), wanted, (SIDE, SIDE))
+    )
     mine.sum().backward()
     gradients = {name: p.grad for name, p in parts.model.named_parameters() if p.requires_grad}
     assert all(gradient is not None for gradient in gradients.values())
@@ -167,16 +176,21 @@ def test_loss_and_gradients_are_the_librarys(cfg: str, noise: bool) -> None:
 
 
 def test_the_loss_and_gradients_of_detr_are_the_librarys() -> None:
-    parts, images = family("detr-tiny"), torch.rand(2, 3, SIDE, SIDE)
+    parts = family("detr-tiny")
+    images = torch.rand(2, 3, SIDE, SIDE)
     wanted = targets(parts, LABELS, 2)
     torch.manual_seed(1)
-    mine = terms(parts, *parts.criterion(parts.criterion.outputs_of(parts.model, images, wanted), wanted, (SIDE, SIDE)))
+    mine = terms(
+        parts, *parts.criterion(parts.criterion.outputs_of(parts.model, images, wanted), wanted, (SIDE, SIDE))
+    )
     mine.sum().backward()
     gradients = {name: p.grad for name, p in parts.model.named_parameters()}
     assert all(gradient is not None for gradient in gradients.values())
     parts.model.zero_grad()
     torch.manual_seed(1)  # of the dropout
-    own = parts.model.net((images - parts.model.mean) / parts.model.std, labels=labels_of(wanted["labels"], 2)).loss
+    own = parts.model.net(
+        (images - parts.model.mean) / parts.model.std, labels=labels_of(wanted["labels"], 2)
+    ).loss
     own.backward()
     assert float(mine.sum().detach()) == pytest.approx(float(own.detach()), rel=1e-5)
     for name, parameter in parts.model.named_parameters():
@@ -185,7 +199,8 @@ def test_the_loss_and_gradients_of_detr_are_the_librarys() -> None:
 
 def test_the_affine_blocks_of_dfine_are_the_librarys_and_keep_bf16() -> None:
     blocks = [m for m in family("dfine-tiny").model.modules() if isinstance(m, dfine.Affine)]
-    library, features = dfine.HGNetV2LearnableAffineBlock(), torch.rand(2, 3, 4, 4)
+    library = dfine.HGNetV2LearnableAffineBlock()
+    features = torch.rand(2, 3, 4, 4)
     library.load_state_dict(blocks[0].state_dict())
     assert torch.equal(blocks[0](features), library(features))
     assert blocks[0](features.bfloat16()).dtype == torch.bfloat16
@@ -199,20 +214,28 @@ def test_detr_starts_from_the_weights_of_its_paper_with_smaller_branches() -> No
     for transformer, branches in ((net.model.encoder, 2), (net.model.decoder, 3)):
         for name, weight in transformer.named_parameters():
             if weight.dim() > 1:
-                share = (branches * len(transformer.layers)) ** -0.5 if "o_proj" in name or "fc2" in name else 1
-                assert float(weight.detach().std()) == pytest.approx(share * (2 / sum(weight.shape)) ** 0.5, rel=0.2)
+                share = (
+                    (branches * len(transformer.layers)) ** -0.5 if "o_proj" in name or "fc2" in name else 1
+                )
+                assert float(weight.detach().std()) == pytest.approx(
+                    share * (2 / sum(weight.shape)) ** 0.5, rel=0.2
+                )
     for layer in net.bbox_predictor.layers:  # as PyTorch draws a layer
         assert float(layer.weight.detach().std()) == pytest.approx((3 * layer.in_features) ** -0.5, rel=0.2)
 
 
 def test_detr_without_noise_has_no_dropout() -> None:
-    parts, images = family("detr-tiny"), torch.rand(2, 3, SIDE, SIDE)
+    parts = family("detr-tiny")
+    images = torch.rand(2, 3, SIDE, SIDE)
     parts.criterion.without_noise()
-    first, second = parts.model(images), parts.model(images)
+    first = parts.model(images)
+    second = parts.model(images)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("hyp", "expected"), [(Hyp(), 0.1), (Hyp(dropout=0.0), 0.0), (Hyp(dropout=0.3), 0.3)])
+@pytest.mark.parametrize(
+    ("hyp", "expected"), [(Hyp(), 0.1), (Hyp(dropout=0.0), 0.0), (Hyp(dropout=0.3), 0.3)]
+)
 def test_dropout_is_a_hyper_parameter_of_detr(hyp: Hyp, expected: float) -> None:
     parts = build(read_cfg("detr-tiny"), nc=NC, where="detr-tiny", hyp=hyp, imgsz=SIDE)
     parts.check(Settings(hyp=hyp), "detr-tiny")
@@ -231,7 +254,8 @@ def test_shares_of_uneven_ranks_add_up_to_the_whole(cfg: str, split: int) -> Non
     parts.criterion.without_noise()
     outputs = parts.model(torch.rand(3, 3, SIDE, SIDE))
     whole = terms(parts, *parts.criterion(outputs, targets(parts, LABELS, 3), (SIDE, SIDE)))
-    first, second = LABELS[LABELS[:, 0] < split], LABELS[LABELS[:, 0] >= split].clone()
+    first = LABELS[LABELS[:, 0] < split]
+    second = LABELS[LABELS[:, 0] >= split].clone()
     second[:, 0] -= split
     shares = []
     for labels, place in ((first, slice(split)), (second, slice(split, 3))):
@@ -258,7 +282,9 @@ def test_a_batch_without_boxes_gives_every_parameter_a_gradient(cfg: str) -> Non
 
 
 def test_a_network_without_noise_is_trained_too() -> None:
-    config = {**build(read_cfg("dfine-tiny"), nc=NC, where="", hyp=Hyp(), imgsz=SIDE).model.net.config.to_dict()}
+    config = {
+        **build(read_cfg("dfine-tiny"), nc=NC, where="", hyp=Hyp(), imgsz=SIDE).model.net.config.to_dict()
+    }
     parts = build({"dfine": {**config, "num_denoising": 0}}, nc=NC, where="", hyp=Hyp(), imgsz=SIDE)
     wanted = targets(parts, LABELS, 2)
     sums, _ = parts.criterion(
@@ -269,7 +295,8 @@ def test_a_network_without_noise_is_trained_too() -> None:
 
 @each_with_detr
 def test_the_loss_of_outputs_that_are_not_finite_is_not_finite(cfg: str) -> None:
-    parts, images = family(cfg), torch.rand(1, 3, SIDE, SIDE)
+    parts = family(cfg)
+    images = torch.rand(1, 3, SIDE, SIDE)
     images[0, 0, 0, 0] = torch.nan
     wanted = targets(parts, LABELS[:3], 1)
     sums, _ = parts.criterion(parts.criterion.outputs_of(parts.model, images, wanted), wanted, (SIDE, SIDE))
@@ -295,7 +322,8 @@ def test_boxes_are_in_pixels_and_a_small_image_has_fewer_queries(cfg: str) -> No
     parts = family(cfg)
     model = parts.model.eval()
     with torch.inference_mode():
-        small, large = model(torch.rand(1, 3, 64, 96)), model(torch.rand(1, 3, 320, 320))
+        small = model(torch.rand(1, 3, 64, 96))
+        large = model(torch.rand(1, 3, 320, 320))
     cells = sum((64 // stride) * (96 // stride) for stride in model.net.config.feat_strides)
     assert small["logits"].shape == (1, cells, NC)
     assert large["logits"].shape == (1, 200, NC)
@@ -308,7 +336,9 @@ def test_boxes_are_in_pixels_and_a_small_image_has_fewer_queries(cfg: str) -> No
 def test_the_backbone_has_groups_with_a_rate_of_its_own(cfg: str) -> None:
     parts = family(cfg)
     groups = parameter_groups(parts.model, parts.backbone)
-    assert [all(name.startswith(parts.backbone) for name in group) for group in groups] == [False] * 3 + [True] * 3
+    assert [all(name.startswith(parts.backbone) for name in group) for group in groups] == [False] * 3 + [
+        True
+    ] * 3
     assert sum(map(len, groups)) == len(list(parts.model.named_parameters()))
     norms = [n for n, m in parts.model.named_modules() if isinstance(m, (nn.BatchNorm2d, nn.LayerNorm))]
     assert {f"{name}.weight" for name in norms} == {*groups[1], *groups[4]}
@@ -377,17 +407,24 @@ def test_a_snapshot_gives_its_weights_and_other_classes_a_new_head(cfg: str, tmp
     content = load_weights(str(snapshot(cfg, tmp_path)))
     stored = FAMILIES[cfg].from_pretrained(tmp_path).model.state_dict()
     assert {f"net.{name}" for name in stored} <= set(content["ema"])
-    assert all(name.endswith("num_batches_tracked") for name in set(content["ema"]) - {f"net.{n}" for n in stored})
+    assert all(
+        name.endswith("num_batches_tracked") for name in set(content["ema"]) - {f"net.{n}" for n in stored}
+    )
     for name, tensor in stored.items():
         torch.testing.assert_close(content["ema"][f"net.{name}"], tensor, rtol=0, atol=0)
     assert len(content["names"]) == 4
     again = build(json.loads(json.dumps(content["cfg"])), nc=4, where="", hyp=Hyp(), imgsz=SIDE)
-    assert {k: v.shape for k, v in again.model.state_dict().items()} == {k: v.shape for k, v in content["ema"].items()}
+    assert {k: v.shape for k, v in again.model.state_dict().items()} == {
+        k: v.shape for k, v in content["ema"].items()
+    }
 
 
 @each_family
-def test_training_from_a_snapshot_says_that_the_head_is_new_and_needs_the_preset(cfg: str, tmp_path: Path) -> None:
-    data, weights = str(squares(tmp_path / "squares")), str(snapshot(cfg, tmp_path / "snapshot"))
+def test_training_from_a_snapshot_says_that_the_head_is_new_and_needs_the_preset(
+    cfg: str, tmp_path: Path
+) -> None:
+    data = str(squares(tmp_path / "squares"))
+    weights = str(snapshot(cfg, tmp_path / "snapshot"))
     task = open_task(small(data, cfg=cfg, weights=weights))
     said: list[str] = []
     body = task.build(said.append).state_dict()
@@ -435,7 +472,9 @@ def more_classes(folder: Path) -> None:
         (more_classes, "cannot be loaded"),
     ],
 )
-def test_a_snapshot_that_cannot_be_used_is_one_error(damage: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+def test_a_snapshot_that_cannot_be_used_is_one_error(
+    damage: Callable[[Path], None], said: str, tmp_path: Path
+) -> None:
     damage(snapshot("dfine-tiny", tmp_path))
     with pytest.raises(TrainerError, match=said) as error:
         load_weights(str(tmp_path))
@@ -453,7 +492,9 @@ def test_a_snapshot_that_cannot_be_used_is_one_error(damage: Callable[[Path], No
 def test_a_name_of_the_hub_needs_a_commit_and_the_network(
     weights: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it tries again for 20 seconds
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_OFFLINE", True
+    )  # else it tries again for 20 seconds
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(TrainerError, match=said) as error:
         load_weights(weights)
@@ -469,7 +510,15 @@ def write_checkpoint(cfg: str, path: Path) -> str:
     """Write a checkpoint of the family's untrained network."""
     state = family(cfg).model.state_dict()
     names = [f"c{k}" for k in range(NC)]
-    rest = {"optimizer": {}, "epoch": 1, "step": 1, "hyp": {}, "cfg": read_cfg(cfg), "names": names, "imgsz": SIDE}
+    rest = {
+        "optimizer": {},
+        "epoch": 1,
+        "step": 1,
+        "hyp": {},
+        "cfg": read_cfg(cfg),
+        "names": names,
+        "imgsz": SIDE,
+    }
     checkpoint_file.save(path, {"format": checkpoint_file.FORMAT, "model": {}, "ema": state, **rest})
     return str(path)
 
@@ -489,7 +538,8 @@ def test_images_are_padded_to_squares_as_in_the_training(
         boxes.append(json.loads((tmp_path / name / "predictions.json").read_text()))
     assert boxes[0]
     assert boxes[0] == boxes[1]
-    trained, seen = load_trained(best), list[torch.Size]()
+    trained = load_trained(best)
+    seen = list[torch.Size]()
     trained.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
     detector = Detector(trained.model, trained.parts, torch.device("cpu"), torch.float32, Limits())
     detect_in(detector, np.zeros((64, 96, 3), np.uint8), SIDE, trained.parts)

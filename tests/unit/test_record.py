@@ -36,7 +36,9 @@ def metric_with(hits):
     metric = BoxMAP(NAMES)
     box = [[0, 0, 10, 10]]
     for k in range(10):
-        metric.update(k, box if k < hits else [], [0.9] if k < hits else [], [3] if k < hits else [], box, [3])
+        metric.update(
+            k, box if k < hits else [], [0.9] if k < hits else [], [3] if k < hits else [], box, [3]
+        )
     return metric
 
 
@@ -60,7 +62,9 @@ def test_the_record_of_a_run(tmp_path, shown, task):
     RunLogger(tmp_path, task).epoch(7, row(7), [])  # an earlier run in the same folder
     record = RunLogger(tmp_path, task)
     record.begin()
-    record.first_batch(Batch(torch.zeros(2, 64, 64, 3, dtype=torch.uint8), {}, torch.arange(2), 2, torch.zeros(0, 6)))
+    record.first_batch(
+        Batch(torch.zeros(2, 64, 64, 3, dtype=torch.uint8), {}, torch.arange(2), 2, torch.zeros(0, 6))
+    )
     assert sorted(p.suffix for p in tmp_path.iterdir() if "events" not in p.name) == [".jpg", ".png"]
     for epoch in (1, 2, 3):
         write_row(tmp_path / "results.csv", row(epoch))
@@ -93,12 +97,20 @@ def test_a_resumed_run_replaces_the_epochs_that_it_repeats(tmp_path, task):
     killed = RunLogger(tmp_path, task)
     for epoch in range(1, 6):
         killed.epoch(epoch, row(epoch), [])
-    assert [p.step for p in read_events(tmp_path).Scalars("lr")] == [1, 2, 3, 4, 5]  # before the file is closed
+    assert [p.step for p in read_events(tmp_path).Scalars("lr")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]  # before the file is closed
     resumed = RunLogger(tmp_path, task, epoch=4)
     for epoch in range(4, 9):
         resumed.epoch(epoch, row(epoch) | {"lr": 0.02}, [])
     points = read_events(tmp_path).Scalars("lr")
-    assert [(p.step, round(p.value, 4)) for p in points] == [(k, 0.01 if k < 4 else 0.02) for k in range(1, 9)]
+    assert [(p.step, round(p.value, 4)) for p in points] == [
+        (k, 0.01 if k < 4 else 0.02) for k in range(1, 9)
+    ]
 
 
 def test_a_run_without_validation_has_curves_of_its_losses_only(tmp_path, task):
@@ -106,7 +118,10 @@ def test_a_run_without_validation_has_curves_of_its_losses_only(tmp_path, task):
     write_row(tmp_path / "results.csv", row(1))
     record.epoch(1, row(1), [])
     assert record.finish(1) == ""
-    assert sorted(p.name for p in tmp_path.iterdir() if "events" not in p.name) == ["results.csv", "results.png"]
+    assert sorted(p.name for p in tmp_path.iterdir() if "events" not in p.name) == [
+        "results.csv",
+        "results.png",
+    ]
 
 
 def test_a_table_of_very_many_classes_is_not_printed(tmp_path, task):

@@ -42,7 +42,9 @@ def test_a_record_comes_back_as_it_was_written(tmp_path, backend):
 
 @pytest.mark.parametrize("procs", [2, (2, 1), "all"])
 def test_a_record_has_the_processes_of_each_node(tmp_path, procs):
-    hosts = tuple(Machine(f"n{gpus}", "10.0.0.1", tuple(range(gpus)), login="n", run_dir="/r") for gpus in (2, 4))
+    hosts = tuple(
+        Machine(f"n{gpus}", "10.0.0.1", tuple(range(gpus)), login="n", run_dir="/r") for gpus in (2, 4)
+    )
     job = Job("a", ("x.py",), 2, procs, "/runs", hosts=hosts)
     JobStore(tmp_path).reserve(JobRecord(BACKENDS["ssh"].plan(job, attempt=1, port=20000), 1.0, job))
     found = JobStore(tmp_path).load("a")
@@ -52,7 +54,8 @@ def test_a_record_has_the_processes_of_each_node(tmp_path, procs):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"state": "running"}', "\0\xff", '"x"'])
 def test_what_was_seen_of_a_job_does_not_matter_if_it_cannot_be_read(tmp_path, text):
-    store, job = JobStore(tmp_path), record("a")
+    store = JobStore(tmp_path)
+    job = record("a")
     store.reserve(job)
     store.see(job, "running", {"node-0": "ready"})
     assert store.seen(job).state == "running"
@@ -147,7 +150,11 @@ def damaged(request, tmp_path):
         path.mkdir()
     else:
         whole = (tmp_path / "a.json").read_bytes()
-        others = {"half": whole[: len(whole) // 2], "empty": b"", "another version's": b'{"plan": {"job": "b"}}'}
+        others = {
+            "half": whole[: len(whole) // 2],
+            "empty": b"",
+            "another version's": b'{"plan": {"job": "b"}}',
+        }
         path.write_bytes(others.get(request.param, b"\xff\xfe\x00"))
     return JobStore(tmp_path)
 
@@ -167,7 +174,11 @@ def test_ps_lists_a_record_that_cannot_be_read_with_its_path(damaged, tmp_path, 
     result = CliRunner().invoke(app, ["ps", "--all", "--json"])
     assert result.exit_code == 0, result.output
     rows = {row["job"]: row for row in json.loads(result.output)}
-    assert (rows["a"]["state"], rows["b"]["state"], rows["b"]["record"]) == ("done", "unreadable", f"{tmp_path}/b.json")
+    assert (rows["a"]["state"], rows["b"]["state"], rows["b"]["record"]) == (
+        "done",
+        "unreadable",
+        f"{tmp_path}/b.json",
+    )
     table = CliRunner().invoke(app, ["ps"], terminal_width=200)
     assert table.exit_code == 0
     assert f"mv {tmp_path}/b.json {tmp_path}/b.json.old" in table.output
@@ -212,25 +223,32 @@ def test_the_process_that_supervises_a_job_is_known_until_it_ends(tmp_path):
     argv = [sys.executable, "-c", SUPERVISES, str(tmp_path)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "True\n"
-        assert records.supervisor_of("a") == SupervisorProcess(process.pid, socket.gethostname(), in_background=True)
+        assert records.supervisor_of("a") == SupervisorProcess(
+            process.pid, socket.gethostname(), in_background=True
+        )
         with records.supervise("a") as is_supervisor:
             assert not is_supervisor
         process.send_signal(signal.SIGKILL)
     assert records.supervisor_of("a") is None
     with records.supervise("a"):
-        assert records.supervisor_of("a") == SupervisorProcess(os.getpid(), socket.gethostname(), in_background=False)
+        assert records.supervisor_of("a") == SupervisorProcess(
+            os.getpid(), socket.gethostname(), in_background=False
+        )
 
 
 @pytest.mark.parametrize("before", ["", "4194305 {host} 1\n"], ids=["empty", "of an earlier process"])
 def test_a_process_that_has_just_locked_the_file_is_waited_for(tmp_path, monkeypatch, before):
     """It was taken for process 0: a signal to that goes to the whole process group. No pid is above 4194304."""
-    records, lock = JobStore(tmp_path), tmp_path / "a.lock"
+    records = JobStore(tmp_path)
+    lock = tmp_path / "a.lock"
     lock.write_text(before.format(host=socket.gethostname()))
     with lock.open("r+") as file, monkeypatch.context() as patched:
         fcntl.flock(file, fcntl.LOCK_EX)
         named = f"{os.getpid()} {socket.gethostname()} 1\n"
         patched.setattr(store.time, "sleep", lambda _: lock.write_text(named))
-        assert records.supervisor_of("a") == SupervisorProcess(os.getpid(), socket.gethostname(), in_background=True)
+        assert records.supervisor_of("a") == SupervisorProcess(
+            os.getpid(), socket.gethostname(), in_background=True
+        )
 
 
 def test_a_process_that_could_not_write_who_it_is_has_no_pid(tmp_path, monkeypatch):
@@ -239,13 +257,17 @@ def test_a_process_that_could_not_write_who_it_is_has_no_pid(tmp_path, monkeypat
     with (tmp_path / "a.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         supervisor = JobStore(tmp_path).supervisor_of("a")
-    assert (supervisor, str(supervisor)) == (SupervisorProcess(None, "", in_background=False), "another process")
+    assert (supervisor, str(supervisor)) == (
+        SupervisorProcess(None, "", in_background=False),
+        "another process",
+    )
 
 
 def test_a_job_whose_state_cannot_be_read_hides_no_other(tmp_path, monkeypatch):
     """Its backend is unknown here, which no command expects of a record."""
     monkeypatch.setenv("CLUSTERCTL_STATE_DIR", str(tmp_path))
-    store, broken = JobStore(tmp_path), record("b")
+    store = JobStore(tmp_path)
+    broken = record("b")
     store.reserve(record("a"))
     store.end("a", "done")
     store.reserve(replace(broken, plan=replace(broken.plan, backend="unknown")))

@@ -23,7 +23,9 @@ PLAN = BACKENDS["compose"].plan(Job("job", ("x.py",), 2, 1, "/home/ann/runs"), a
 
 
 def view(*events, exits=(137, 1)):
-    ends = [NodeStatus(f"node-{rank}", "exited", code, ended_at=160.0 + rank) for rank, code in enumerate(exits)]
+    ends = [
+        NodeStatus(f"node-{rank}", "exited", code, ended_at=160.0 + rank) for rank, code in enumerate(exits)
+    ]
     return fold(job_state.start(PLAN, 9.0), ends, list(map(event, events)), 200.0)
 
 
@@ -83,7 +85,15 @@ def failing_view(failure, exits):
     return fold(job_state.start(PLAN, 9.0), ends, [], 200.0)
 
 
-FAILURE = {"rank": 1, "local_rank": 0, "time": 100.0, "error": "boom", "hint": "", "secondary": False, "others": []}
+FAILURE = {
+    "rank": 1,
+    "local_rank": 0,
+    "time": 100.0,
+    "error": "boom",
+    "hint": "",
+    "secondary": False,
+    "others": [],
+}
 
 
 def test_bad_input_is_one_line_with_a_hint_and_exit_code_2():
@@ -99,7 +109,9 @@ def test_the_lines_of_the_failed_rank_precede_other_failures():
     tail = ["[1] epoch 1", "epoch 1", "agent: rank 1 failed first: boom", "[1] boom", "lost a peer"]
     lines = report.last_lines(seen, "failed", {"node-0": [], "node-1": tail})
     assert lines[:2] == ["  node-1 | epoch 1", "  node-1 | boom"]
-    assert [line.startswith("  then rank 0: RuntimeError: xxx") and len(line) < 120 for line in lines[2:]] == [True]
+    assert [
+        line.startswith("  then rank 0: RuntimeError: xxx") and len(line) < 120 for line in lines[2:]
+    ] == [True]
 
 
 def test_a_silent_machine_is_the_cause_of_secondary_failures_only():
@@ -112,7 +124,9 @@ def test_a_silent_machine_is_the_cause_of_secondary_failures_only():
 
 def test_late_names_the_missing_nodes():
     joining = event({"event": "joining", "node": 0, "reachable": True, "listening": True, "master": "m:1"})
-    seen = fold(job_state.start(PLAN, 0.0), [NodeStatus(f"node-{r}", "starting") for r in (0, 1)], [joining], 9.0)
+    seen = fold(
+        job_state.start(PLAN, 0.0), [NodeStatus(f"node-{r}", "starting") for r in (0, 1)], [joining], 9.0
+    )
     assert report.cause(seen, "late") == "node-1: starting"
     assert report.last_lines(seen, "late", {"node-0": ["a"], "node-1": ["b"]}) == ["  node-1 | b"]
     assert report.exit_code(seen, "late") == 4
@@ -120,7 +134,8 @@ def test_late_names_the_missing_nodes():
 
 def test_ctrl_c_inside_a_print_does_not_swallow_the_last_message(monkeypatch, capsys, tmp_path):
     """rich's console buffers for ever if KeyboardInterrupt is raised in the first instructions of a print."""
-    record, out = JobRecord(PLAN, 1.0, Job("job", ("x.py",), 2, 1, "/home/ann/runs")), console()
+    record = JobRecord(PLAN, 1.0, Job("job", ("x.py",), 2, 1, "/home/ann/runs"))
+    out = console()
 
     def run(_):
         out._enter_buffer()
@@ -219,7 +234,12 @@ def test_a_known_message_has_a_hint(message):
 
 @pytest.mark.parametrize(
     ("module", "package"),
-    [("cv2", "opencv-python-headless"), ("PIL", "pillow"), ("sklearn.svm", "scikit-learn"), ("yaml", "pyyaml")],
+    [
+        ("cv2", "opencv-python-headless"),
+        ("PIL", "pillow"),
+        ("sklearn.svm", "scikit-learn"),
+        ("yaml", "pyyaml"),
+    ],
 )
 def test_a_missing_module_is_named_as_its_package(module, package):
     message = f"ModuleNotFoundError: No module named '{module}'"

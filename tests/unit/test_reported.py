@@ -58,14 +58,18 @@ def test_scores_that_do_not_fit_are_dropped():
 
 
 def test_texts_are_valid_lines_of_a_bounded_length():
-    found = event(json.dumps({"event": "joining", "why": "a\x1b]52;c;eA==\x07b\u2028c\n\ud800" + "x" * 10_000}))
+    found = event(
+        json.dumps({"event": "joining", "why": "a\x1b]52;c;eA==\x07b\u2028c\n\ud800" + "x" * 10_000})
+    )
     assert isinstance(found, Joining)
     assert found.why.startswith("a ]52;c;eA== b c ?xxx")
     assert len(found.why) <= events.MOST_TEXT
     assert found.why.encode()
 
 
-@pytest.mark.parametrize("text", ["[1]", "3", '{"event":1}', "{", f"{HUGE * 20}", "[" * 100_000, '{"node":0}'])
+@pytest.mark.parametrize(
+    "text", ["[1]", "3", '{"event":1}', "{", f"{HUGE * 20}", "[" * 100_000, '{"node":0}']
+)
 def test_what_is_no_event_is_text(text):
     assert event(text) is None
 
@@ -100,7 +104,13 @@ def test_a_status_is_read_and_its_usage_written_as_it_was():
 def test_the_end_of_a_node_is_read():
     others = [{"rank": 1, "error": "lost a peer"}]
     failure = {"rank": 0, "local_rank": 0, "time": 4.0, "error": "boom", "hint": "h", "exit_code": 3}
-    text = {"phase": "exited", "exit_code": 3, "ended_at": 5.0, "reason": "", "failure": {**failure, "others": others}}
+    text = {
+        "phase": "exited",
+        "exit_code": 3,
+        "ended_at": 5.0,
+        "reason": "",
+        "failure": {**failure, "others": others},
+    }
     found = status.parse(json.dumps(text))
     assert found.has_exited
     assert (found.failure.error, found.failure.rank, found.failure.time) == ("boom", 0, 4.0)
@@ -130,7 +140,10 @@ def test_the_end_of_a_node_is_read():
         ({"leaving": [1, "2", -1]}, AgentStatus(leaving=(1,))),
         ({"leaving": 5, "events": [1], "heartbeat": "x"}, AgentStatus(events=())),
         ({"failure": {"rank": 0}}, AgentStatus()),
-        ({"failure": {"error": "e", "time": "x", "others": [{}]}}, AgentStatus(failure=Failure("e", others=()))),
+        (
+            {"failure": {"error": "e", "time": "x", "others": [{}]}},
+            AgentStatus(failure=Failure("e", others=())),
+        ),
     ],
 )
 def test_what_does_not_fit_a_status_is_dropped(fields, expected):

@@ -85,14 +85,17 @@ def test_the_images_of_this_file_have_all_kinds_of_sizes(folder):
     layout = Layout(data, SIDE)
     shapes = [data.image(k, SIDE).shape for k in range(COUNT)]
     assert len(set(shapes)) > 30
-    exact = [height * width == room for (height, width, _), room in zip(shapes, np.diff(layout.first), strict=True)]
+    exact = [
+        height * width == room for (height, width, _), room in zip(shapes, np.diff(layout.first), strict=True)
+    ]
     assert 5 <= exact.count(False) <= 15  # PNG
     assert any(np.subtract(*shape[:2]) > 20 for shape in shapes)  # rotated
 
 
 def repeats_of(uploads):
     """Return for each image that travels again after how many batches it does so."""
-    last, again = {}, []
+    last = {}
+    again = []
     for number, images in enumerate(uploads):
         assert len(images) == len(set(images))
         again += [number - last[k] for k in images if k in last]
@@ -134,7 +137,8 @@ def test_each_rank_takes_what_its_batches_need(folder, workers):
         uploads = loader._painter.uploads
         assert all(later <= in_flight(loader) for later in repeats_of(uploads))
         first, later = (
-            {k for batch in part for k in batch} for part in (uploads[: loader.steps], uploads[loader.steps :])
+            {k for batch in part for k in batch}
+            for part in (uploads[: loader.steps], uploads[loader.steps :])
         )
         assert later - first  # a mosaic of another epoch draws other images
 
@@ -143,7 +147,15 @@ def test_each_rank_takes_what_its_batches_need(folder, workers):
 def test_a_run_that_goes_back_or_resumes_finds_its_sources(folder, workers):
     """The batches that were prefetched and dropped have taken nothing to the device."""
     loader = loader_of(folder, workers=workers)
-    for epoch, first, count in ((0, 7, 4), (0, 7, 3), (0, 0, 9), (2, 16, 1), (0, 0, 17), (1, 3, 5), (1, 0, 17)):
+    for epoch, first, count in (
+        (0, 7, 4),
+        (0, 7, 3),
+        (0, 0, 9),
+        (2, 16, 1),
+        (0, 0, 17),
+        (1, 3, 5),
+        (1, 0, 17),
+    ):
         batches = list(itertools.islice(loader.epoch(epoch, first), count))
         assert len(batches) == min(count, loader.steps - first)
     loader.close()  # other workers
@@ -175,14 +187,16 @@ def test_after_a_batch_that_was_not_painted_its_images_travel_again(folder):
 
 def test_an_image_counts_as_present_only_when_it_has_been_copied(folder):
     loader = loader_of(folder)
-    resident, table = loader._painter.resident, loader._collate.resident
+    resident = loader._painter.resident
+    table = loader._collate.resident
     uploads = table.uploads([3, 4], PASS, loader._collate.image)
 
     class Lost:
         def __getitem__(self, _):
             raise RuntimeError("CUDA error")
 
-    pool, resident.pixels = resident.pixels, Lost()
+    pool = resident.pixels
+    resident.pixels = Lost()
     with pytest.raises(RuntimeError):
         resident.receive(uploads)
     resident.pixels = pool
@@ -199,7 +213,9 @@ def test_a_batch_relies_on_earlier_batches_of_its_pass_only(folder):
 
     def taken(table, needed, number):
         uploads = table.uploads(needed, number, lambda k: data.image(k, SIDE))
-        assert uploads.images[:, 1].tolist() == [np.prod(data.image(k, SIDE).shape[:2]) for k in uploads.images[:, 0]]
+        assert uploads.images[:, 1].tolist() == [
+            np.prod(data.image(k, SIDE).shape[:2]) for k in uploads.images[:, 0]
+        ]
         return uploads.images[:, 0].tolist()
 
     assert taken(table, [5, 2], PASS + 4) == [5, 2]
@@ -273,7 +289,8 @@ def test_the_pool_opens_after_the_first_steps(folder):
 
 
 def test_without_room_beside_the_training_the_images_stay_in_memory(folder, monkeypatch):
-    said, free = [], 2**40
+    said = []
+    free = 2**40
     monkeypatch.setattr(resident_images, "memory_free", lambda: free)
     loader = loader_of(folder, opened=False, say=said.append)
     free = 2 * loader._collate.layout.nbytes - 2
@@ -343,10 +360,14 @@ def test_ranks_on_cpus_share_the_memory_of_their_node(folder, monkeypatch):
     assert resident.free() == 2**28
 
 
-@pytest.mark.parametrize(("kind", "local_size", "both"), [("auto", 1, False), ("auto", 2, True), ("ram", 1, True)])
+@pytest.mark.parametrize(
+    ("kind", "local_size", "both"), [("auto", 1, False), ("auto", 2, True), ("ram", 1, True)]
+)
 def test_a_second_copy_in_memory_is_for_several_ranks(folder, kind, local_size, both):
     loader = loader_of(folder, "none", opened=False)
-    loader.cache(kind, [], World(local_size=local_size, size=local_size), lambda value: [value] * local_size, 1, print)
+    loader.cache(
+        kind, [], World(local_size=local_size, size=local_size), lambda value: [value] * local_size, 1, print
+    )
     loader._painter.resident.open()
     list(loader.epoch(0))
     stored = loader._collate.cached._shapes.all(1).sum()

@@ -28,8 +28,18 @@ def job(here=LAPTOP, backend="compose", **request):
 @pytest.mark.parametrize(
     ("gpus", "device", "chosen", "notes"),
     [
-        ((), "auto", "cpu", ["GPUs on this machine: 0, needed: 4 (--device cuda makes this an error)", ON_CPU]),
-        ((0, 1, 2), "auto", "cpu", ["GPUs on this machine: 3, needed: 4 (--device cuda makes this an error)", ON_CPU]),
+        (
+            (),
+            "auto",
+            "cpu",
+            ["GPUs on this machine: 0, needed: 4 (--device cuda makes this an error)", ON_CPU],
+        ),
+        (
+            (0, 1, 2),
+            "auto",
+            "cpu",
+            ["GPUs on this machine: 3, needed: 4 (--device cuda makes this an error)", ON_CPU],
+        ),
         ((0, 1, 2, 3), "auto", "cuda", []),
         ((0, 1, 2, 3), "cpu", "cpu", [ON_CPU]),
     ],
@@ -58,8 +68,11 @@ def test_a_named_file_is_mounted_read_only_at_its_own_path():
 
 def test_a_file_in_a_mounted_folder_is_not_mounted_again():
     paths = {"/home/ann/set", "/home/ann/set/y.pt", "/home/ann/set.pt"}
-    here = Here("/home/ann/set", "1:1", "py", (), exists=paths.__contains__, is_folder={"/home/ann/set"}.__contains__)
-    folder, beside = Mount("/home/ann/set", "/home/ann/set"), Mount("/home/ann/set.pt", "/home/ann/set.pt")
+    here = Here(
+        "/home/ann/set", "1:1", "py", (), exists=paths.__contains__, is_folder={"/home/ann/set"}.__contains__
+    )
+    folder = Mount("/home/ann/set", "/home/ann/set")
+    beside = Mount("/home/ann/set.pt", "/home/ann/set.pt")
     made, _ = job(here, arguments=("--data", "../set", "--weights", "./y.pt"))
     assert made.mounts == (folder,)
     made, _ = job(here, arguments=("--cfg", "../set.pt", "--weights", "./y.pt"), mounts=("/home/ann/set",))
@@ -78,7 +91,10 @@ def test_the_checkpoint_before_the_last_is_mounted_with_it():
     [
         ("path: set\ntrain: images/train\nval: images/val", ["/home/ann/set"]),
         ("train: set/images/train\nval: [set/images/val, ../pool/images]", ["/home/ann/set", "/home/pool"]),
-        ("train: ../set/images/train", ["/home/ann/set"]),  # Roboflow's, relative to a folder that does not exist
+        (
+            "train: ../set/images/train",
+            ["/home/ann/set"],
+        ),  # Roboflow's, relative to a folder that does not exist
         ("train: set/flat\nval: set/lists/val.txt", ["/home/ann/set/flat", "/home/ann/set/lists"]),
         ("path: /home/ann/absent\ntrain: images/train", []),
         ("train: 3\nval: {a: b}", []),
@@ -109,7 +125,10 @@ def test_a_data_yaml_is_mounted_with_the_folders_that_it_names(text, folders, tm
         read=lambda path: Path(path).read_bytes() if Path(path).is_file() else b"",
     )
     made, _ = job(here, arguments=("train", "--data", "home/ann/data.yaml"))
-    assert [each.source for each in made.mounts] == [str(file), *(f"{tmp_path}{folder}" for folder in folders)]
+    assert [each.source for each in made.mounts] == [
+        str(file),
+        *(f"{tmp_path}{folder}" for folder in folders),
+    ]
     assert all(each.read_only and each.source == each.target for each in made.mounts)
 
 
@@ -124,7 +143,9 @@ def test_a_missing_file_is_an_error_unless_it_is_in_a_mount():
 
 def test_a_word_is_not_a_path_although_a_folder_has_that_name():
     folders = frozenset({"/home/ann/work/digits", "/home/ann/work/train", "/home/ann/work/SGD"})
-    here = Here("/home/ann/work", "1:1", "py", (), exists=folders.__contains__, is_folder=folders.__contains__)
+    here = Here(
+        "/home/ann/work", "1:1", "py", (), exists=folders.__contains__, is_folder=folders.__contains__
+    )
     made, _ = job(here, arguments=("train", "--data", "digits", "--optimizer", "SGD"))
     assert made.mounts == ()
     assert made.command[2:7] == ("train", "--data", "digits", "--optimizer", "SGD")
@@ -132,7 +153,9 @@ def test_a_word_is_not_a_path_although_a_folder_has_that_name():
 
 def test_a_folder_of_images_needs_no_slash():
     folders = frozenset({"/home/ann/work/images"})
-    here = Here("/home/ann/work", "1:1", "py", (), exists=folders.__contains__, is_folder=folders.__contains__)
+    here = Here(
+        "/home/ann/work", "1:1", "py", (), exists=folders.__contains__, is_folder=folders.__contains__
+    )
     for arguments in (("--data", "images"), ("--data=images",)):
         made, _ = job(here, arguments=("train", *arguments))
         assert "/home/ann/work/images" in made.command
@@ -163,7 +186,16 @@ def test_the_inputs_of_yolo_are_brought_to_the_nodes(tmp_path):
         is_folder=lambda path: Path(path).is_dir(),
         read=lambda path: Path(path).read_bytes(),
     )
-    words = ("yolo", "detect", "train", "data=set/data.yaml", "model=my.pt", "epochs=3", "lr0=0.01", "name=set")
+    words = (
+        "yolo",
+        "detect",
+        "train",
+        "data=set/data.yaml",
+        "model=my.pt",
+        "epochs=3",
+        "lr0=0.01",
+        "name=set",
+    )
     made, _ = job(real, arguments=words)
     inputs = (f"data={set_folder}/data.yaml", f"model={tmp_path}/my.pt")
     assert made.command[:-2] == (
@@ -179,8 +211,12 @@ def test_the_inputs_of_yolo_are_brought_to_the_nodes(tmp_path):
     )
     assert [mount.source for mount in made.mounts] == [str(set_folder), f"{tmp_path}/my.pt"]
     assert (made.max_restarts, made.says_ready) == (3, True)
-    assert job(real, arguments=("yolo", "train", "data=set"))[0].command[4] == f"data={set_folder}"  # a classifier's
-    assert job(real, arguments=("yolo", "train", "data=coco8.yaml"))[0].mounts == ()  # which the package downloads
+    assert (
+        job(real, arguments=("yolo", "train", "data=set"))[0].command[4] == f"data={set_folder}"
+    )  # a classifier's
+    assert (
+        job(real, arguments=("yolo", "train", "data=coco8.yaml"))[0].mounts == ()
+    )  # which the package downloads
     for word in ("data=none/data.yaml", "model=./none.pt"):
         with pytest.raises(UsageError, match=f"{word}: no such file"):
             job(real, arguments=("yolo", "train", word))
@@ -384,7 +420,14 @@ def test_a_setup_of_a_folder_or_of_a_huge_file_is_the_jobs_own(text):
 def machines(*counts):
     """Machines n0, n1, ... with so many GPUs."""
     return tuple(
-        Machine(f"n{index}", f"10.0.0.{index}", tuple(range(count)), login=f"n{index}", run_dir="/r", runtime="none")
+        Machine(
+            f"n{index}",
+            f"10.0.0.{index}",
+            tuple(range(count)),
+            login=f"n{index}",
+            run_dir="/r",
+            runtime="none",
+        )
         for index, count in enumerate(counts)
     )
 
@@ -419,7 +462,8 @@ def test_equal_numbers_give_the_plan_of_one_number():
     one = over_ssh((2, 2), gpus="2")
     assert over_ssh((2, 2), gpus="2,2") == one
     plans = [
-        BACKENDS["ssh"].plan(made, attempt=1, port=20000) for made in (one, over_ssh((2, 2), gpus="all", name=one.name))
+        BACKENDS["ssh"].plan(made, attempt=1, port=20000)
+        for made in (one, over_ssh((2, 2), gpus="all", name=one.name))
     ]
     assert plans[0].steps == plans[1].steps
 
@@ -520,7 +564,12 @@ def test_nodes_on_one_machine_divide_its_gpus_unequally(backend):
 @pytest.mark.parametrize(
     ("gpus", "request_", "message", "hint"),
     [
-        ((), {}, "--gpus all: this machine has no GPU that can be used", "give a number, for CPU processes: --gpus 2"),
+        (
+            (),
+            {},
+            "--gpus all: this machine has no GPU that can be used",
+            "give a number, for CPU processes: --gpus 2",
+        ),
         (
             (0, 1),
             {"device": "cpu"},
@@ -557,12 +606,16 @@ def test_a_scheduler_gives_all_nodes_one_number(backend, gpus, number):
     assert "chooses the machines, so all nodes get the same number" in caught.value.message
     assert caught.value.hint == f"give all nodes one number: --gpus {number}"
     assert (
-        job(backend=backend, nodes="2", gpus=f"{number},{number}", image="registry/trainer:1")[0].procs == (number,) * 2
+        job(backend=backend, nodes="2", gpus=f"{number},{number}", image="registry/trainer:1")[0].procs
+        == (number,) * 2
     )
 
 
 def test_only_a_node_with_several_processes_must_not_have_mig_slices():
-    mixed = (replace(machines(2)[0], gpus=(0, 1)), replace(machines(1)[0], name="n1", gpus=("MIG-1", "MIG-2")))
+    mixed = (
+        replace(machines(2)[0], gpus=(0, 1)),
+        replace(machines(1)[0], name="n1", gpus=("MIG-1", "MIG-2")),
+    )
     made = Job("job", ("x.py",), 2, (2, 1), "/r", hosts=mixed)
     assert made.gpus_of_nodes == ((0, 1), ("MIG-1",))
     for procs, given in (((1, 2), "1,2"), ("all", "all"), (2, "2")):

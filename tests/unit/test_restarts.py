@@ -16,8 +16,12 @@ from cluster.spec.status import Failure
 from cluster.supervisor import job_state, restarts
 
 ROOT = Path(__file__).parents[2]
-HOSTS = tuple(Machine(name, f"10.0.0.{index}", login=name, run_dir="/r") for index, name in enumerate(("a", "b")))
-SPARES = tuple(Machine(name, f"10.0.1.{index}", login=name, run_dir="/r") for index, name in enumerate(("c", "d")))
+HOSTS = tuple(
+    Machine(name, f"10.0.0.{index}", login=name, run_dir="/r") for index, name in enumerate(("a", "b"))
+)
+SPARES = tuple(
+    Machine(name, f"10.0.1.{index}", login=name, run_dir="/r") for index, name in enumerate(("c", "d"))
+)
 JOB = Job("job", ("-m", "trainer"), 2, 1, "/runs", hosts=HOSTS, spares=SPARES, max_restarts=2)
 PLAN = BACKENDS["ssh"].plan(JOB, attempt=1, port=20000)
 
@@ -84,7 +88,9 @@ def test_the_docs_have_the_rules():
     lines = re.search(r"restarted if\n\n((?:- .*\n)+)", text)[1]
     table = re.search(r"^\| the attempt ends because .*\n\|-.*\n((?:\|.*\n)+)", text, re.MULTILINE)[1]
     rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines()]
-    rows = [(line[2:].rstrip(",.").removesuffix(", or"), "no restart", "") for line in lines.splitlines()] + rows
+    rows = [
+        (line[2:].rstrip(",.").removesuffix(", or"), "no restart", "") for line in lines.splitlines()
+    ] + rows
     refusals = [(rule.when, "no restart", "") for rule in restarts.RULES if rule.why_not]
     *requeues, anything_else = [rule.when for rule in restarts.RULES if not rule.why_not]
     same = "restart on the same nodes"
@@ -97,7 +103,9 @@ def test_the_docs_have_the_rules():
 
 
 def test_a_batch_script_requeues_after_the_ends_that_the_rules_name():
-    job = replace(JOB, hosts=(), spares=(), queue=Queue(Machine("login", "", login="ann@login", run_dir="/r"), {}))
+    job = replace(
+        JOB, hosts=(), spares=(), queue=Queue(Machine("login", "", login="ann@login", run_dir="/r"), {})
+    )
     (text,) = BACKENDS["slurm"].plan(job, attempt=1, port=0).steps[0].files.values()
     (words,) = re.findall("^requeue_after='(.*)'$", text, re.MULTILINE)
     assert words.split() == [queued.ENDED_WITH_CHECKPOINT, queued.ENDED_WITHOUT_CODE]
@@ -105,12 +113,18 @@ def test_a_batch_script_requeues_after_the_ends_that_the_rules_name():
 
 def test_every_rule_decides():
     """Each rule is the first that applies for an attempt; without it another one would decide."""
-    lost, error = seen(b=NodeStatus("b", "lost", detail="gone")), seen(progress(7), b=failed("b", "ValueError: x"))
+    lost = seen(b=NodeStatus("b", "lost", detail="gone"))
+    error = seen(progress(7), b=failed("b", "ValueError: x"))
     early = seen(b=failed("b", "ValueError: x"))
     cancelled = seen(b=NodeStatus("b", "exited", 143, is_cancelled=True))
     cases = {
         "scancel": (JOB, cancelled, "failed", 1),
-        "a pod can never start": (JOB, seen(a=NodeStatus("a", "exited", 2, "no image", is_final=True)), "failed", 1),
+        "a pod can never start": (
+            JOB,
+            seen(a=NodeStatus("a", "exited", 2, "no image", is_final=True)),
+            "failed",
+            1,
+        ),
         "exits with 2": (JOB, seen(a=failed("a", "--batch 1", 2)), "failed", 1),
         "did not join": (JOB, seen(), "late", 1),
         "before its first step": (JOB, early, "failed", 2),
@@ -159,10 +173,14 @@ def test_fewer_nodes_only_with_min_nodes():
 
 
 def with_gpus(machines, *counts):
-    return tuple(replace(machine, gpus=tuple(range(count))) for machine, count in zip(machines, counts, strict=True))
+    return tuple(
+        replace(machine, gpus=tuple(range(count))) for machine, count in zip(machines, counts, strict=True)
+    )
 
 
-UNEQUAL = replace(JOB, procs_per_node=(2, 1), hosts=with_gpus(HOSTS, 2, 4), spares=with_gpus(SPARES, 3, 2), min_nodes=1)
+UNEQUAL = replace(
+    JOB, procs_per_node=(2, 1), hosts=with_gpus(HOSTS, 2, 4), spares=with_gpus(SPARES, 3, 2), min_nodes=1
+)
 
 
 @pytest.mark.parametrize(
@@ -179,9 +197,16 @@ UNEQUAL = replace(JOB, procs_per_node=(2, 1), hosts=with_gpus(HOSTS, 2, 4), spar
         ("all", "acd", "b", (4,)),
     ],
 )
-def test_a_spare_gets_the_number_of_the_node_that_it_replaces_or_with_all_its_own(procs, lost, names, numbers):
+def test_a_spare_gets_the_number_of_the_node_that_it_replaces_or_with_all_its_own(
+    procs, lost, names, numbers
+):
     job = restarts.choose(replace(UNEQUAL, procs_per_node=procs), WELL | dict.fromkeys(lost, AWAY))
-    assert (names_of(job), job.procs, job.world_size, job.nodes) == (names, numbers, sum(numbers), len(numbers))
+    assert (names_of(job), job.procs, job.world_size, job.nodes) == (
+        names,
+        numbers,
+        sum(numbers),
+        len(numbers),
+    )
     plan = BACKENDS["ssh"].plan(job, attempt=2, port=20000)
     assert [len(node.gpus) for node in plan.nodes] == list(numbers)
 
@@ -196,7 +221,9 @@ def test_a_spare_is_surveyed_for_the_largest_node():
 
 def test_a_node_that_does_not_answer_is_not_late():
     """`attach` long after the start, with a slow sshd on one machine: it may have joined."""
-    dark = job_state.fold(seen(), [NodeStatus("a", "starting"), NodeStatus("b", "starting", silent="why")], [], 900.0)
+    dark = job_state.fold(
+        seen(), [NodeStatus("a", "starting"), NodeStatus("b", "starting", silent="why")], [], 900.0
+    )
     assert job_state.judge(seen(), 900.0, 300) == "late"
     assert job_state.judge(dark, 900.0, 300) == "waiting"
 
@@ -214,6 +241,8 @@ def test_a_job_without_steps_is_stalled_but_not_during_validation():
 def test_a_job_is_not_stalled_while_its_old_log_is_read():
     """A launcher that attaches after hours reads the log in parts, the oldest first."""
     view = seen(progress(3), ready(0), ready(1))
-    view = job_state.fold(view, [NodeStatus("a", "starting"), NodeStatus("b", "starting")], [progress(4)], 9000.0)
+    view = job_state.fold(
+        view, [NodeStatus("a", "starting"), NodeStatus("b", "starting")], [progress(4)], 9000.0
+    )
     assert job_state.judge(view, 9001.0, 300, 60) == "joined"
     assert job_state.judge(view, 9061.0, 300, 60) == "stalled"

@@ -91,12 +91,14 @@ def assert_resumes(folder: Path, cfg: str, *more: str) -> Path:
 
     Return the whole run.
     """
-    data, hyp = squares(folder / "squares", train=8), folder / "hyp.yaml"
+    data = squares(folder / "squares", train=8)
+    hyp = folder / "hyp.yaml"
     hyp.write_text("ema_tau: 5\nwarmup_epochs: 0\nnbs: 0\n")
     options = ["train", "--data", str(data), "--cfg", cfg, "--hyp", str(hyp), "--imgsz", "64", "--batch", "4"]
     options += ["--epochs", "2", "--device", "cpu", "--log-steps", "--exist-ok", *more]
     wait(start(folder, ranks(2), *options, "--name", "whole"), code=0)
-    whole, cut = folder / "runs/whole", folder / "runs/cut"
+    whole = folder / "runs/whole"
+    cut = folder / "runs/cut"
     processes = start(folder, ranks(2), *options, "--name", "cut", "--save-every", "1steps")
     kill_after(processes, cut, 1)
     wait(processes)
@@ -162,8 +164,16 @@ def test_a_run_killed_at_any_step_and_resumed_equals_an_uninterrupted_one(
 ) -> None:
     """Two kills at arbitrary steps; the network has a dropout, which draws random numbers."""
     begin = exec_trainer if count == 2 else start  # so that the seeds of the hashes of strings differ, too
-    wait(begin(tmp_path, ranks(count), *options(data, "--cfg", f"{__name__}:dropout", "--name", "whole")), code=0)
-    cut = [*options(data, "--cfg", f"{__name__}:slow_dropout", "--name", "cut"), "--save-every", "3steps", "--exist-ok"]
+    wait(
+        begin(tmp_path, ranks(count), *options(data, "--cfg", f"{__name__}:dropout", "--name", "whole")),
+        code=0,
+    )
+    cut = [
+        *options(data, "--cfg", f"{__name__}:slow_dropout", "--name", "cut"),
+        "--save-every",
+        "3steps",
+        "--exist-ok",
+    ]
     run = tmp_path / "runs" / "cut"
     processes = start(tmp_path, ranks(count), *cut)
     kill_after(processes, run, 4)
@@ -227,7 +237,8 @@ def test_another_number_of_ranks_resumes_in_the_same_order(data: Path, tmp_path:
     assert ended[0][0] == 0, ended
     assert "the checkpoint is of a training on 4 ranks, this one has 1" in ended[0][1]
     one, other = (
-        [[float(x) for x in row.split(",")] for row in steps(tmp_path / "runs" / n)[1:]] for n in ("whole", "cut")
+        [[float(x) for x in row.split(",")] for row in steps(tmp_path / "runs" / n)[1:]]
+        for n in ("whole", "cut")
     )
     assert [row[0] for row in one] == [row[0] for row in other] == [float(k) for k in range(1, 19)]
     for a, b in zip(one, other, strict=True):
@@ -235,7 +246,8 @@ def test_another_number_of_ranks_resumes_in_the_same_order(data: Path, tmp_path:
 
 
 def test_the_later_of_two_checkpoints_of_one_step_is_of_the_later_epoch_then_of_the_later_attempt() -> None:
-    before, after = {"step": 12, "epoch": 1, "attempt": 2}, {"step": 12, "epoch": 2, "attempt": 2}
+    before = {"step": 12, "epoch": 1, "attempt": 2}
+    after = {"step": 12, "epoch": 2, "attempt": 2}
     once_more = {**after, "attempt": 3}
     assert (
         checkpoints.progress_of({"step": 11, "epoch": 1, "attempt": 4})
@@ -255,7 +267,11 @@ def test_a_torn_checkpoint_gives_way_to_the_one_before(data: Path, tmp_path: Pat
     out = train(tmp_path, *again, code=0).stdout
     assert "resuming in epoch 1 after step 6 of 6" in out
     kept = content(run / "last.pt")["settings"]
-    assert (kept["patience"], kept["log_steps"], kept["save_period"]) == (7, True, 1)  # the last one is what was typed
+    assert (kept["patience"], kept["log_steps"], kept["save_period"]) == (
+        7,
+        True,
+        1,
+    )  # the last one is what was typed
 
 
 def test_an_epoch_without_its_best_checkpoint_is_finished_again(data: Path, tmp_path: Path) -> None:
@@ -273,7 +289,9 @@ def test_an_epoch_without_its_best_checkpoint_is_finished_again(data: Path, tmp_
 
 def test_resuming_with_another_batch_or_changed_data_is_refused(data: Path, tmp_path: Path) -> None:
     shutil.copytree(data.parent, tmp_path / "set")
-    (tmp_path / "set" / "data.yaml").write_text(data.read_text().replace(str(data.parent), str(tmp_path / "set")))
+    (tmp_path / "set" / "data.yaml").write_text(
+        data.read_text().replace(str(data.parent), str(tmp_path / "set"))
+    )
     train(tmp_path, *options(tmp_path / "set" / "data.yaml", "--epochs", "1"), code=0)
     (tmp_path / "set" / "images" / "train" / "3.png").unlink()
     (tmp_path / "set" / "labels" / "train" / "3.txt").unlink()
@@ -288,7 +306,9 @@ def test_resuming_with_another_batch_or_changed_data_is_refused(data: Path, tmp_
 @pytest.mark.parametrize(
     ("old", "new"), [("[16, 3, 2]]  # 2", "[16, 3, 1]]  # 2"), ("width_multiple: 1", "width_multiple: 2")]
 )
-def test_resuming_with_an_edited_model_file_is_refused(data: Path, tmp_path: Path, old: str, new: str) -> None:
+def test_resuming_with_an_edited_model_file_is_refused(
+    data: Path, tmp_path: Path, old: str, new: str
+) -> None:
     """Also one whose weights have the same shapes; and after a launcher's restart, without --resume."""
     model = tmp_path / "model.yaml"
     text = Path(TINY).read_text()
@@ -305,7 +325,9 @@ def test_resuming_with_an_edited_model_file_is_refused(data: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("again", ["resume", "restart"])
-def test_a_run_is_resumed_without_its_model_file_and_initial_weights(data: Path, tmp_path: Path, again: str) -> None:
+def test_a_run_is_resumed_without_its_model_file_and_initial_weights(
+    data: Path, tmp_path: Path, again: str
+) -> None:
     model = tmp_path / "model.yaml"
     model.write_text(Path(TINY).read_text())
     train(tmp_path, *options(data, "--cfg", "model.yaml", "--epochs", "1"), code=0)
@@ -329,7 +351,10 @@ def test_a_run_is_resumed_without_its_model_file_and_initial_weights(data: Path,
 
 
 def test_a_new_run_needs_its_model_file_and_its_weights(data: Path, tmp_path: Path) -> None:
-    assert "--cfg model.yaml: no such model" in train(tmp_path, *options(data, "--cfg", "model.yaml"), code=2).stderr
+    assert (
+        "--cfg model.yaml: no such model"
+        in train(tmp_path, *options(data, "--cfg", "model.yaml"), code=2).stderr
+    )
     assert "first.pt: no such file" in train(tmp_path, *options(data, "--weights", "first.pt"), code=2).stderr
 
 
@@ -394,7 +419,8 @@ def test_a_new_run_in_a_used_folder_renames_the_old_checkpoints(data: Path, tmp_
     train(tmp_path, *once, code=0)
     stale = run / ".last.pt.0123abcd.tmp"  # of one that was killed
     stale.touch()
-    last, best = (run / "last.pt").read_bytes(), (run / "best.pt").read_bytes()
+    last = (run / "last.pt").read_bytes()
+    best = (run / "best.pt").read_bytes()
     processes = start(tmp_path, ranks(1), *once)
     wait_until(lambda: not (run / "last.pt").exists())
     processes[0].kill()
@@ -402,7 +428,10 @@ def test_a_new_run_in_a_used_folder_renames_the_old_checkpoints(data: Path, tmp_
     assert not stale.exists()  # another temporary file may have been open when the process was killed
     assert (run / "before.pt").read_bytes() == last
     assert (run / "before-best.pt").read_bytes() == best
-    for path, said in ((run, "no checkpoint found"), (run / "before.pt", "a run is resumed from its last.pt")):
+    for path, said in (
+        (run, "no checkpoint found"),
+        (run / "before.pt", "a run is resumed from its last.pt"),
+    ):
         assert said in train(tmp_path, *once, "--resume", str(path), code=2).stderr
     (run / "last.pt").write_bytes(b"begun by mistake")
     assert checkpoints.set_aside(run) == "before2.pt"
@@ -447,7 +476,8 @@ def test_the_newest_run_is_that_of_the_newest_checkpoint(tmp_path: Path) -> None
 
 
 def test_a_job_resumes_from_another_jobs_folder_with_a_moved_data_set(data: Path, tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
     job = {contract.JOB_ID: "first", contract.RUN_DIR: str(first)}
@@ -472,7 +502,9 @@ def test_a_job_resumes_from_another_jobs_folder_with_a_moved_data_set(data: Path
 def test_unreadable_checkpoints_do_not_start_a_new_run(data: Path, tmp_path: Path) -> None:
     (tmp_path / "last.pt").write_bytes(b"torn")
     job = {contract.JOB_ID: "squares-1", contract.RUN_DIR: str(tmp_path), contract.ATTEMPT: "2"}
-    assert "its last.pt and previous.pt cannot be read" in train(tmp_path, *options(data), **job, code=2).stderr
+    assert (
+        "its last.pt and previous.pt cannot be read" in train(tmp_path, *options(data), **job, code=2).stderr
+    )
     assert (tmp_path / "last.pt").read_bytes() == b"torn"
 
 

@@ -93,7 +93,9 @@ def test_a_training_on_a_gpu_chooses_the_algorithms(
     monkeypatch.setattr(trainer, "native_bf16", lambda _: False)
     monkeypatch.setattr(trainer, "set_algorithms", lambda **options: chosen.append(options))
     more = {"hyp": Hyp(), "deterministic": deterministic, "multi_scale": multi_scale}
-    Trainer(settings(str(squares(tmp_path / "set", train=6)), **more), World(), torch.device("cuda"), Events({}))
+    Trainer(
+        settings(str(squares(tmp_path / "set", train=6)), **more), World(), torch.device("cuda"), Events({})
+    )
     assert chosen == [{"deterministic": deterministic, "has_one_shape": not multi_scale}]
 
 
@@ -135,7 +137,9 @@ def test_what_both_loaders_have_to_say_is_said_once(
 ) -> None:
     """On a machine with little shared memory, and with a set without outlines."""
     data = squares(tmp_path / "set", train=6, val=12)
-    monkeypatch.setattr("trainer.data.loading.dataloader.shutil.disk_usage", lambda _: SimpleNamespace(free=445 << 10))
+    monkeypatch.setattr(
+        "trainer.data.loading.dataloader.shutil.disk_usage", lambda _: SimpleNamespace(free=445 << 10)
+    )
     made(data, hyp=dataclasses.replace(Hyp(), copy_paste=0.5), workers=3)
     said = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("copy_paste has no effect here") for line in said) == 1

@@ -25,7 +25,11 @@ OTHER_MEANINGS = {
 
 def words_in(node):
     """Yield the texts in an expression."""
-    return (each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str))
+    return (
+        each.value
+        for each in ast.walk(node)
+        if isinstance(each, ast.Constant) and isinstance(each.value, str)
+    )
 
 
 def compared_in_python(text):
@@ -39,7 +43,11 @@ def compared_in_python(text):
             yield from (word for key in node.keys if key for word in words_in(key))
         elif isinstance(node, ast.Subscript):  # also Literal["a", "b"]
             yield from words_in(node.slice)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("get", "pop")
+        ):
             yield from (word for argument in node.args[:1] for word in words_in(argument))
 
 
@@ -144,6 +152,8 @@ def test_a_comparison_in_a_shell_script_is_found(text):
     assert "podman" in set(compared_in_shell(text))
 
 
-@pytest.mark.parametrize("text", ["engine=podman", "found=$(command -v podman)", "podman ps | head", "# if = podman )"])
+@pytest.mark.parametrize(
+    "text", ["engine=podman", "found=$(command -v podman)", "podman ps | head", "# if = podman )"]
+)
 def test_a_use_without_a_comparison_is_none(text):
     assert "podman" not in set(compared_in_shell(text))

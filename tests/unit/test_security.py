@@ -10,7 +10,9 @@ SOURCE = re.compile(r"(?:(read) )?([\w./]+)(?:::(\w+))?")
 
 def _exists(path: str, test: str) -> bool:
     file = ROOT / path
-    return file.is_file() and (not test or re.search(rf"^def {test}\(", file.read_text(), re.MULTILINE) is not None)
+    return file.is_file() and (
+        not test or re.search(rf"^def {test}\(", file.read_text(), re.MULTILINE) is not None
+    )
 
 
 def test_each_claim_has_a_source_that_exists() -> None:
@@ -19,7 +21,8 @@ def test_each_claim_has_a_source_that_exists() -> None:
     for comment in comments:
         sources = SOURCE.findall(comment)
         assert (
-            " ".join(f"{how} {path}".strip() + (f"::{test}" if test else "") for how, path, test in sources) == comment
+            " ".join(f"{how} {path}".strip() + (f"::{test}" if test else "") for how, path, test in sources)
+            == comment
         )
         for how, path, test in sources:
             assert bool(test) == (how != "read"), comment

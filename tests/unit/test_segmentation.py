@@ -50,7 +50,8 @@ def folders(root: Path, train: int = 7, val: int = 3) -> Path:
         for k in range(count):
             mask = np.zeros((64, 80), np.uint8)
             for cls, left in ((1, 0), (2, 40)):
-                x, y = left + rng.integers(0, 8), rng.integers(0, 24)
+                x = left + rng.integers(0, 8)
+                y = rng.integers(0, 24)
                 mask[y : y + 36, x : x + 32] = cls
             image = np.array(COLOURS, np.uint8)[mask] + rng.integers(0, 30, (64, 80, 3), np.uint8)
             mask[:3] = 255
@@ -130,7 +131,9 @@ def test_an_elongated_image_keeps_a_pixel(tmp_path: Path, size: tuple[int, int])
 
 def test_verify_finds_the_gradients_of_ranks_equal(tmp_path: Path) -> None:
     data = folders(tmp_path / "data")
-    mask = tmp_path / "data/masks/train/3.png"  # one image counts little: the mean is not one of the ranks' means
+    mask = (
+        tmp_path / "data/masks/train/3.png"
+    )  # one image counts little: the mean is not one of the ranks' means
     half = np.array(Image.open(mask))
     half[:, 20:] = 255
     Image.fromarray(half).save(mask)
@@ -152,7 +155,8 @@ def test_a_batch_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_image_and_mask_are_moved_together(tmp_path: Path) -> None:
-    data, seen = folders(tmp_path), set()
+    data = folders(tmp_path)
+    seen = set()
     for epoch in range(4):
         for batch in loader(data, 0, 1, Hyp(mosaic=0.0, scale=0.5, fliplr=0.5, flipud=0.5)).epoch(epoch):
             for image, mask in zip(batch.images.numpy(), batch.masks.numpy(), strict=True):
@@ -188,7 +192,8 @@ def test_validation_has_whole_images_each_on_one_rank(tmp_path: Path) -> None:
     assert torch.cat([batch.ids for batch in batches]).tolist() == [0, 1, 2]
     mask = batches[0].masks[0]
     assert (mask[52:] == 255).all()  # 64 x 51 px of it are the image
-    share, true = (mask[:51] == 1).float().mean(), (data.mask(0) == 1).mean()
+    share = (mask[:51] == 1).float().mean()
+    true = (data.mask(0) == 1).mean()
     assert float(share) == pytest.approx(float(true), abs=0.02)
 
 
@@ -228,7 +233,8 @@ def test_the_loss_is_torchs_cross_entropy_and_zero_where_nothing_counts() -> Non
 def test_embedded_masks_cover_the_digits() -> None:
     train, val = open_segmentation("digits", 64)
     assert train.names == val.names == ["background", "digit"]
-    mask, image = val.mask(0), val.image(0).astype(int)
+    mask = val.mask(0)
+    image = val.image(0).astype(int)
     assert np.unique(mask).tolist() == [0, 1]
     paper = np.median(image[mask == 0], 0)
     off = np.abs(image - paper).sum(2)
@@ -237,7 +243,8 @@ def test_embedded_masks_cover_the_digits() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["lraspp_mobilenet_v3_large", "fcn_resnet50", "deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large"]
+    "name",
+    ["lraspp_mobilenet_v3_large", "fcn_resnet50", "deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large"],
 )
 def test_torchvision_models_predict_every_pixel(name: str) -> None:
     with torch.device("meta"):
@@ -257,7 +264,9 @@ def test_torchvision_models_predict_every_pixel(name: str) -> None:
         ({"data": "nowhere"}, "no such folder"),
     ],
 )
-def test_invalid_settings_of_segmentation_are_refused(tmp_path: Path, more: dict[str, Any], said: str) -> None:
+def test_invalid_settings_of_segmentation_are_refused(
+    tmp_path: Path, more: dict[str, Any], said: str
+) -> None:
     values = {"data": str(folders(tmp_path)), **more}
     with pytest.raises(TrainerError, match=said):
         open_task(settings(task="segment", **values)).build(print)
@@ -305,14 +314,19 @@ def test_errors_name_the_file_of_the_dataset(tmp_path: Path) -> None:
 
 
 def test_images_are_listed_recursively(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root, other = folders(tmp_path / "data"), folders(tmp_path / "other", train=2)
+    root = folders(tmp_path / "data")
+    other = folders(tmp_path / "other", train=2)
     for kind in ("images", "masks"):
         (root / kind / "train/more").symlink_to(other / kind / "train")
     (root / "images/train/._0.jpg").write_bytes(b"what macOS leaves on other disks")
     (root / "here").mkdir()
     monkeypatch.chdir(root / "here")
     train, _ = open_segmentation("..", 64)
-    assert [train.name(k) for k in range(len(train))] == [*(f"{k}.png" for k in range(7)), "more/0.png", "more/1.png"]
+    assert [train.name(k) for k in range(len(train))] == [
+        *(f"{k}.png" for k in range(7)),
+        "more/0.png",
+        "more/1.png",
+    ]
     assert train.mask(7).shape == (64, 80)
 
 
@@ -330,12 +344,14 @@ def test_a_mask_with_a_palette_has_its_indices(tmp_path: Path) -> None:
 
 
 def test_the_image_of_predictions_shows_the_classes_colours(tmp_path: Path) -> None:
-    image, mask = np.full((64, 64, 3), 90, np.uint8), np.zeros((64, 64), np.uint8)
+    image = np.full((64, 64, 3), 90, np.uint8)
+    mask = np.zeros((64, 64), np.uint8)
     mask[:32] = 1
     segment.shown([(image, mask, np.zeros_like(mask))], ["a", "b"], tmp_path / "p.png")
     image = cv2.imread(str(tmp_path / "p.png"))
     assert image is not None
-    true, found = image[10:250, 10:250].astype(int), image[10:250, 250:490].astype(int)
+    true = image[10:250, 10:250].astype(int)
+    found = image[10:250, 250:490].astype(int)
     assert np.abs(true[20:100] - 90).max() > 30  # class 1 has a colour
     assert np.abs(true[140:220] - 90).max() <= 2  # class 0 has none
     assert np.abs(found[20:220] - 90).max() <= 2

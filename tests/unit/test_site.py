@@ -69,7 +69,9 @@ def test_no_page_asks_another_host_or_is_wider_than_the_screen(site, address, pa
     too_wide = []
     for path in pages(site):
         page.goto(f"{address}{path}/")
-        assert page.evaluate("[...document.images].every(each => each.naturalWidth)"), f"{path}: an image is broken"
+        assert page.evaluate("[...document.images].every(each => each.naturalWidth)"), (
+            f"{path}: an image is broken"
+        )
         for width in (400, 1280):
             page.set_viewport_size({"width": width, "height": 900})
             try:

@@ -22,9 +22,18 @@ from cluster.spec.node_status import NodeStatus
 from cluster.spec.request import Request
 from cluster.supervisor import job_state, restarts
 
-LOGIN = Machine("login", "", login="ann@cluster", run_dir="/shared/runs", data_dir="/shared/data", runtime="none")
+LOGIN = Machine(
+    "login", "", login="ann@cluster", run_dir="/shared/runs", data_dir="/shared/data", runtime="none"
+)
 JOB = Job(
-    "digits", ("-m", "trainer", "train"), 2, 2, "/home/ann/runs", device="cpu", queue=Queue(LOGIN), max_restarts=3
+    "digits",
+    ("-m", "trainer", "train"),
+    2,
+    2,
+    "/home/ann/runs",
+    device="cpu",
+    queue=Queue(LOGIN),
+    max_restarts=3,
 )
 PLAN = BACKENDS["slurm"].plan(JOB, attempt=1, port=0)
 OWN = [NodeStatus("node-0", "starting"), NodeStatus("node-1", "starting")]
@@ -41,12 +50,16 @@ def seen(text, attempt=1, hosts=("n0", "n1"), own=OWN, error="", plan=PLAN):
 
 
 def test_a_pending_job_has_a_reason_and_an_expected_start():
-    (first, second) = seen(line("PENDING", reason="Resources", start="2026-11-21T17:00:00"), attempt=0, hosts=())
+    (first, second) = seen(
+        line("PENDING", reason="Resources", start="2026-11-21T17:00:00"), attempt=0, hosts=()
+    )
     assert (first.phase, second.phase) == ("pending", "pending")
     assert first.detail == "in the queue: Resources; expected start: 2026-11-21T17:00:00"
     (first, _) = seen(line("PENDING", reason="None"), attempt=0, hosts=())  # Slurm has not considered it yet
     assert first.detail == "in the queue"
-    (first, _) = seen(line("CONFIGURING"), attempt=0, hosts=())  # its nodes boot: the timeout does not run yet
+    (first, _) = seen(
+        line("CONFIGURING"), attempt=0, hosts=()
+    )  # its nodes boot: the timeout does not run yet
     assert (first.phase, first.detail) == ("pending", "its nodes are being configured")
 
 
@@ -101,7 +114,13 @@ def test_a_job_that_slurm_does_not_list_is_lost():
     assert {each.detail for each in seen("")} == {"squeue does not list the job"}
 
 
-SITE = {"partition": ["gpu*|2|64|gpu:a100:4(S:0-1)|1-00:00:00", "gpu*|1|32|gpu:2|1-00:00:00", "debug|1|8|(null)|30:00"]}
+SITE = {
+    "partition": [
+        "gpu*|2|64|gpu:a100:4(S:0-1)|1-00:00:00",
+        "gpu*|1|32|gpu:2|1-00:00:00",
+        "debug|1|8|(null)|30:00",
+    ]
+}
 
 
 def refused(job, **options):
@@ -113,8 +132,16 @@ def refused(job, **options):
     [
         ({}, {"partition": "gppu"}, "login: no partition gppu"),
         ({"nodes": 4}, {}, "partition gpu: it has 3 nodes, and --nodes 4 asks for more"),
-        ({"device": "cuda", "procs_per_node": 5}, {}, "gpu: its nodes have 4 GPUs, and --gpus 5 asks for more"),
-        ({"nodes": 1, "device": "cuda"}, {"partition": "debug"}, "debug: its nodes have no GPUs, and --gpus 2"),
+        (
+            {"device": "cuda", "procs_per_node": 5},
+            {},
+            "gpu: its nodes have 4 GPUs, and --gpus 5 asks for more",
+        ),
+        (
+            {"nodes": 1, "device": "cuda"},
+            {"partition": "debug"},
+            "debug: its nodes have no GPUs, and --gpus 2",
+        ),
         ({"nodes": 1}, {"partition": "debug", "time": "31"}, "its time limit is shorter than --time 31"),
     ],
 )
@@ -131,7 +158,14 @@ def test_a_request_within_the_limits_is_accepted():
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90", 5400), ("30:00", 1800), ("8:00:00", 28800), ("1-0", 86400), ("1-12:30:00", 131400), ("1:2:3:4", None)],
+    [
+        ("90", 5400),
+        ("30:00", 1800),
+        ("8:00:00", 28800),
+        ("1-0", 86400),
+        ("1-12:30:00", 131400),
+        ("1:2:3:4", None),
+    ],
 )
 def test_times_are_read_as_slurm_reads_them(text, seconds):
     assert slurm_options.seconds(text) == seconds
@@ -174,7 +208,9 @@ def test_an_option_that_would_take_the_job_from_the_launcher_is_refused(option, 
     assert instead in caught.value.hint
 
 
-@pytest.mark.parametrize(("words", "rendered"), [("contiguous", "contiguous"), ("disable-dcgm=", "disable-dcgm")])
+@pytest.mark.parametrize(
+    ("words", "rendered"), [("contiguous", "contiguous"), ("disable-dcgm=", "disable-dcgm")]
+)
 def test_an_option_without_a_value_is_rendered_without_one(slurm_cluster, words, rendered):
     text = slurm_cluster.expect(0, "plan", "--set", words, "--command", "train.py")
     assert f"#SBATCH --{rendered}\n" in text
@@ -211,7 +247,10 @@ def slurm_cluster(clusterctl):
         (["launch", "--nodes", "2:4"], "--nodes 2:4 is not supported by the backend slurm"),
         (["launch", "--set", "nodes=3"], "--set nodes=...: clusterctl sets it"),
         (["launch", "--backend", "ssh"], "--backend ssh: cluster.yaml has backend: slurm"),
-        (["launch", "-b", "local", "--partition", "gpu"], "--partition is not supported by the backend local"),
+        (
+            ["launch", "-b", "local", "--partition", "gpu"],
+            "--partition is not supported by the backend local",
+        ),
         (["image", "push"], "cluster.yaml: apptainer runs an image file on the shared disk"),
     ],
 )
@@ -229,7 +268,8 @@ def test_a_cancelled_job_is_not_restarted():
     assert restarts.refusal(JOB, view, "failed", past) == "it was cancelled with scancel"
 
 
-SUBMIT, ARRAY = "backends/batch/submit", "backends/slurm/array"
+SUBMIT = "backends/batch/submit"
+ARRAY = "backends/slurm/array"
 ACCEPTS = ["bash", "-c", "env > seen; echo Submitted batch job 7"]
 REFUSES = ["bash", "-c", "env > seen; echo sbatch: error: Invalid account >&2; exit 1"]
 
@@ -246,7 +286,9 @@ def test_secrets_are_in_the_environment_of_sbatch_and_in_no_file(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job-0").mkdir()
     command = {
-        "submit": submission(*sbatch, dir=f"{tmp_path}/attempt-1", folder=str(tmp_path), path="job.sbatch", secrets=2),
+        "submit": submission(
+            *sbatch, dir=f"{tmp_path}/attempt-1", folder=str(tmp_path), path="job.sbatch", secrets=2
+        ),
         "array": scripts.command(ARRAY, "job-0", path="array.sbatch", submit=sbatch, secrets=2),
     }[name]
     text = "export TOKEN='hush\nhush'\n" + ("YWdlbnQ=\n" if name == "submit" else "") + "script\n"
@@ -267,11 +309,17 @@ def test_each_job_of_an_array_has_the_number_of_its_task(tmp_path):
     for folder in folders:
         folder.mkdir()
     command = scripts.command(
-        "backends/slurm/array", *map(str, folders), path=str(tmp_path / "a b.sbatch"), secrets=0, submit=ACCEPTS
+        "backends/slurm/array",
+        *map(str, folders),
+        path=str(tmp_path / "a b.sbatch"),
+        secrets=0,
+        submit=ACCEPTS,
     )
     assert sum(map(len, command)) > 128 * 1024
     subprocess.run(command, input="script\n", text=True, check=True, capture_output=True, cwd=tmp_path)
-    assert [(folder / "submitted").read_text() for folder in folders] == [f"7_{task}\n" for task in range(1200)]
+    assert [(folder / "submitted").read_text() for folder in folders] == [
+        f"7_{task}\n" for task in range(1200)
+    ]
     assert (tmp_path / "a b.sbatch").read_text() == "script\n"
 
 
@@ -298,10 +346,20 @@ def test_secrets_that_the_job_would_not_get_or_that_slurm_would_store_are_an_err
 #: A surrounding job, a profile and a user may set these, and more in other versions.
 VARIABLES = [
     *" ".join((Path(__file__).parent / "slurm_variables.txt").read_text().splitlines()[1:]).split(),
-    *("SLURM_OF_ANOTHER_VERSION", "SBATCH_OF_ANOTHER_VERSION", "SRUN_OF_ANOTHER_VERSION", "_SLURM_SPANK_OPTION_x_y"),
+    *(
+        "SLURM_OF_ANOTHER_VERSION",
+        "SBATCH_OF_ANOTHER_VERSION",
+        "SRUN_OF_ANOTHER_VERSION",
+        "_SLURM_SPANK_OPTION_x_y",
+    ),
 ]
 #: Where the cluster is.
-PLACES = {"SLURM_CONF": "/etc/site.conf", "SLURM_CONF_SERVER": "ctl", "SLURM_JWT": "x", "SLURM_SACK_SOCKET": "/s"}
+PLACES = {
+    "SLURM_CONF": "/etc/site.conf",
+    "SLURM_CONF_SERVER": "ctl",
+    "SLURM_JWT": "x",
+    "SLURM_SACK_SOCKET": "/s",
+}
 #: What Slurm itself sets in the batch script of a job with --mem=200M and --threads-per-core=1.
 OWN_JOB = {
     "SLURM_JOB_ID": "7",
@@ -330,13 +388,16 @@ class Site:
     """A login node, which is this machine, with programs that record how they are called."""
 
     def __init__(self, folder):
-        self.folder, self.runs = folder, folder / "runs"
+        self.folder = folder
+        self.runs = folder / "runs"
         (folder / "bin").mkdir()
         for name in ("sbatch", "srun", "squeue", "sinfo", "scancel", "scontrol"):
             (folder / "bin" / name).write_text(PROGRAM)
             (folder / "bin" / name).chmod(0o755)
         #: What srun does: by default, both nodes end with this exit code.
-        self.srun, self.exit_code, self.squeue = 'for r in 0 1; do echo "$EXIT 1" > "$OUT/node-$r.exit"; done', 0, ""
+        self.srun = 'for r in 0 1; do echo "$EXIT 1" > "$OUT/node-$r.exit"; done'
+        self.exit_code = 0
+        self.squeue = ""
 
     def plan(self, **options):
         login = replace(LOGIN, login="", run_dir=str(self.runs))
@@ -344,7 +405,11 @@ class Site:
 
     def environment(self, variables):
         out = self.runs / "digits" / "attempt-1"
-        base = {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "CALLS": str(self.folder / "calls"), "OUT": str(out)}
+        base = {
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
+            "CALLS": str(self.folder / "calls"),
+            "OUT": str(out),
+        }
         return {**base, "SRUN": self.srun, "EXIT": str(self.exit_code), "SQUEUE": self.squeue, **variables}
 
     def batch(self, variables, **options):
@@ -355,14 +420,21 @@ class Site:
         Path(path).write_text(text)
         with Path(self.runs, "digits", "slurm.log").open("w") as log:  # as Slurm opens it
             return subprocess.run(
-                ["bash", path], env=self.environment(variables), stdout=log, stderr=log, timeout=60, check=False
+                ["bash", path],
+                env=self.environment(variables),
+                stdout=log,
+                stderr=log,
+                timeout=60,
+                check=False,
             )
 
     def script(self, name, /, *words, variables, text="", **values):
         """Run a script of agent/ as the launcher does."""
         command = scripts.command_after("backends/slurm", name, *words, **values)
         env = self.environment(variables)
-        return subprocess.run(command, env=env, input=text, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            command, env=env, input=text, capture_output=True, text=True, timeout=60, check=False
+        )
 
     def calls(self):
         """The calls, as (words, Slurm's variables)."""
@@ -387,7 +459,12 @@ def site(tmp_path):
     ("name", "words", "values", "text"),
     [
         (SUBMIT, ["sbatch", "x"], {"dir": "a", "folder": ".", "path": "x", "secrets": 0}, "\nscript\n"),
-        ("backends/slurm/array", ["."], {"path": "array.sbatch", "secrets": 0, "submit": ["sbatch", "x"]}, "script\n"),
+        (
+            "backends/slurm/array",
+            ["."],
+            {"path": "array.sbatch", "secrets": 0, "submit": ["sbatch", "x"]},
+            "script\n",
+        ),
         (
             "backends/slurm/poll",
             ["digits", ".", "1", "a", "node-0", ""],
@@ -398,11 +475,14 @@ def site(tmp_path):
         ("backends/batch/check", [], {**CHECK, "run_dir": ".", "name": "digits", "needs": []}, ""),
     ],
 )
-def test_no_inherited_variable_reaches_a_program_of_the_login_node(site, monkeypatch, name, words, values, text):
+def test_no_inherited_variable_reaches_a_program_of_the_login_node(
+    site, monkeypatch, name, words, values, text
+):
     monkeypatch.chdir(site.folder)
     inherited = dict.fromkeys(VARIABLES, "1") | PLACES
     values = {
-        key: f"{site.folder}/{value}" if key in ("dir", "folder", "path") else value for key, value in values.items()
+        key: f"{site.folder}/{value}" if key in ("dir", "folder", "path") else value
+        for key, value in values.items()
     }
     done = site.script(name, *words, variables=inherited, text=text, **values)
     calls = site.calls()
@@ -427,7 +507,9 @@ def test_a_stop_asks_the_batch_script_before_it_cancels_the_job(site, number, gr
     # The job is gone once scancel has cancelled it.
     program = (site.folder / "bin" / "squeue").read_text()
     gone = '! grep -q "^scancel [0-9_]* *$" "$CALLS" 2>/dev/null || exit 0\n'
-    (site.folder / "bin" / "squeue").write_text(program.replace("name=${0##*/}\n", f"name=${{0##*/}}\n{gone}"))
+    (site.folder / "bin" / "squeue").write_text(
+        program.replace("name=${0##*/}\n", f"name=${{0##*/}}\n{gone}")
+    )
     values = {**CANCELLATION, "grace": grace, "folder": str(folder)}
     done = site.script("backends/batch/cancel", variables={}, **values)
     assert (done.returncode, done.stdout) == (0, ""), done
@@ -443,9 +525,13 @@ def test_a_session_a_release_and_doctor_inherit_no_variable(site):
     for text in (slurm_backend._QUIET_STEP, 'clear_slurm; exec "$0" "$@"'):
         subprocess.run([*slurm_backend._shell(text), "srun", "true"], env=inherited, timeout=60, check=True)
     where = {"run_dir": str(site.folder), "data_dir": str(site.folder), "token": "token", "timeout_s": 60}
-    doctor = scripts.variables(**where) + scripts.text("backends/slurm/environment.sh", "backends/slurm/doctor_job.sh")
+    doctor = scripts.variables(**where) + scripts.text(
+        "backends/slurm/environment.sh", "backends/slurm/doctor_job.sh"
+    )
     command = ["bash", "-c", doctor, "x", "srun"]
-    with subprocess.Popen(command, env=inherited, stdin=subprocess.PIPE) as running:  # the end of its input cancels it
+    with subprocess.Popen(
+        command, env=inherited, stdin=subprocess.PIPE
+    ) as running:  # the end of its input cancels it
         assert running.wait(60) == 0
     assert [pairs for _, pairs, _ in site.calls()] == [PLACES] * 3
 
@@ -456,11 +542,21 @@ def test_srun_in_the_batch_script_gets_the_job_and_its_options_and_nothing_inher
     assert done.returncode == 0, (site.runs / "digits" / "slurm.log").read_text()
     steps = [(words, pairs) for words, pairs, _ in site.calls() if words.startswith("srun ")]
     assert len(steps) == 2
-    fresh = {"SLURM_NODELIST", "SLURM_JOBID"}  # Slurm sets them in every job; here they are those of VARIABLES
+    fresh = {
+        "SLURM_NODELIST",
+        "SLURM_JOBID",
+    }  # Slurm sets them in every job; here they are those of VARIABLES
     for words, pairs in steps:
         assert words.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 ")
-        kept = {name: value for name, value in pairs.items() if not name.startswith(("SLURM_JOB_", "_SLURM_SPANK"))}
-        wanted = {**PLACES, **{name: value for name, value in OWN_JOB.items() if not name.startswith("SLURM_JOB_")}}
+        kept = {
+            name: value
+            for name, value in pairs.items()
+            if not name.startswith(("SLURM_JOB_", "_SLURM_SPANK"))
+        }
+        wanted = {
+            **PLACES,
+            **{name: value for name, value in OWN_JOB.items() if not name.startswith("SLURM_JOB_")},
+        }
         assert {name: value for name, value in kept.items() if name not in fresh} == wanted
 
 
@@ -521,7 +617,8 @@ def test_only_this_users_own_answers_of_squeue_are_believed(site, planted):
     """Another user shares the run directory, and has answers of their own in it."""
     if planted and os.getuid() != 0:
         pytest.skip("only root can make another user's file")
-    folder, own = site.runs / "digits", site.runs / ".cache" / str(os.getuid())
+    folder = site.runs / "digits"
+    own = site.runs / ".cache" / str(os.getuid())
     (folder / "attempt-1").mkdir(parents=True)
     (folder / "attempt").write_text("1 n0 n1\n")
     (folder / "submitted").write_text("Submitted batch job 7\n")
@@ -552,7 +649,11 @@ def test_a_job_shows_no_private_file_through_a_link(site, name):
     (folder / "attempt-1").mkdir(parents=True)
     (folder / "slurm.log").write_text("attempt 1 is job 7 on n[0-1]\n")
     site.squeue = line("RUNNING")
-    for content in ("error: private\n", "srun: error: n0: task 0: Exited with exit code private\n", "1 private\n"):
+    for content in (
+        "error: private\n",
+        "srun: error: n0: task 0: Exited with exit code private\n",
+        "1 private\n",
+    ):
         (site.runs / "private").write_text(content)
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(site.runs / "private")
@@ -592,12 +693,22 @@ def test_a_step_that_waits_says_why_until_a_node_has_started(site):
             ["SBATCH_PARTITION=debug, because the job has partition"],
         ),
         (["SBATCH_PARTITION=gpu", "SBATCH_TIMELIMIT=30"], {"partition": "gpu", "time": "30"}, [], []),
-        (["SBATCH_MEM_PER_NODE=1G"], {"mem": "2G"}, [], ["SBATCH_MEM_PER_NODE=1G, because the job has mem=2G"]),
+        (
+            ["SBATCH_MEM_PER_NODE=1G"],
+            {"mem": "2G"},
+            [],
+            ["SBATCH_MEM_PER_NODE=1G, because the job has mem=2G"],
+        ),
         (["SBATCH_ACCOUNT=ml"], {}, ["SBATCH_ACCOUNT=ml is set, but the job has no option account"], []),
         (["SBATCH_NEW_IN_2030=x"], {}, ["the job has no option new-in-2030"], []),
         (["SBATCH_EXPORT=NONE"], {}, [], ["SBATCH_EXPORT=NONE, because clusterctl sets export"]),
         (["SBATCH_JOB_NAME=x", "SBATCH_NO_REQUEUE="], {}, [], ["sets job-name", "sets no-requeue"]),
-        (["SLURM_CLUSTERS=b"], {}, ["SLURM_CLUSTERS=b is set, but clusterctl submits to the cluster of the login"], []),
+        (
+            ["SLURM_CLUSTERS=b"],
+            {},
+            ["SLURM_CLUSTERS=b is set, but clusterctl submits to the cluster of the login"],
+            [],
+        ),
         (["SLURM_MEM_PER_CPU=100", "SRUN_X=1"], {}, [], ["login: ignoring SLURM_MEM_PER_CPU=100, SRUN_X=1"]),
         (
             ["SLURM_JOB_ID=7", "SLURM_NTASKS=1", "SBATCH_CPU_BIND=q"],
@@ -621,15 +732,25 @@ def test_an_inherited_variable_is_refused_or_ignored_with_a_sentence(variables, 
 
 
 def test_the_hint_of_an_inherited_option_is_one_that_the_launch_takes():
-    for variable in ("SBATCH_MEM_PER_GPU=8G", "SBATCH_CONSTRAINT=[a|b]", "SBATCH_EXCLUSIVE=", "SBATCH_OVERCOMMIT=1"):
+    for variable in (
+        "SBATCH_MEM_PER_GPU=8G",
+        "SBATCH_CONSTRAINT=[a|b]",
+        "SBATCH_EXCLUSIVE=",
+        "SBATCH_OVERCOMMIT=1",
+    ):
         ((_, hint),) = slurm_options.inherited(JOB, [variable], "login")[0]
         word = shlex.split(re.match("to use it: --set (.*), or ", hint)[1])[0]
         given = BACKENDS["slurm"].settings({}, Request(settings=[word]).given_settings("slurm", BACKENDS))
-        assert slurm_options.inherited(replace(JOB, queue=Queue(LOGIN, given)), [variable], "login") == ([], [])
+        assert slurm_options.inherited(replace(JOB, queue=Queue(LOGIN, given)), [variable], "login") == (
+            [],
+            [],
+        )
 
 
 def test_one_command_and_one_squeue_tell_the_states_of_all_jobs_of_a_login_node(site):
-    site.squeue = line("RUNNING", number=7) + "\n" + line("PENDING", number=8, name="second", reason="Resources")
+    site.squeue = (
+        line("RUNNING", number=7) + "\n" + line("PENDING", number=8, name="second", reason="Resources")
+    )
     words = []
     for name, number in (("digits", 7), ("second", 8), ("third", 9)):
         folder = site.runs / name
@@ -641,7 +762,9 @@ def test_one_command_and_one_squeue_tell_the_states_of_all_jobs_of_a_login_node(
     values = {"most": 100, "format": queue.FORMAT, "old": 3}
     lines = site.script("backends/slurm/poll", *words, variables={}, **values).stdout.split("\n")
     heads = [lines[12 * job : 12 * job + 4] for job in range(3)]
-    states = [found and (found.number, found.state) for found in (queue.queued_job(head[0]) for head in heads)]
+    states = [
+        found and (found.number, found.state) for found in (queue.queued_job(head[0]) for head in heads)
+    ]
     assert states == [("7", "RUNNING"), ("8", "PENDING"), None]
     assert [head[1] for head in heads] == ["1 n0 n1", "", ""]
     assert sum(words.startswith("squeue") for words, *_ in site.calls()) == 1

@@ -56,7 +56,9 @@ def test_a_cluster_without_pyxis_is_found_before_the_submission(tmp_path):
     assert report(tmp_path, "apptainer", "a.sif", "no such option") == ""
 
 
-@pytest.mark.parametrize(("image", "given"), [("a.sqsh", "./a.sqsh"), ("d/a.sqsh", "./d/a.sqsh"), ("a:1", "a:1")])
+@pytest.mark.parametrize(
+    ("image", "given"), [("a.sqsh", "./a.sqsh"), ("d/a.sqsh", "./d/a.sqsh"), ("a:1", "a:1")]
+)
 def test_pyxis_does_not_take_a_file_for_a_name_in_a_registry(image, given):
     login = Machine("login", "", runtime="pyxis")
     words = RUNTIMES["pyxis"].run(Job("job", ("true",), 1, 1, "/", image=image), Node("n", login), (), ())

@@ -65,7 +65,9 @@ def judged(*changes, request=None, text=JOB):
         text = re.sub(old, new, text, flags=re.M)
     found = doctor.judge_nodes(request or job(), *doctor.parse_job_output(text))
     assert {each.check for each in found} <= {*doctor.ORDER}
-    return [(each.check, each.node, each.level, each.detail, each.fix) for each in found if each.level != "ok"]
+    return [
+        (each.check, each.node, each.level, each.detail, each.fix) for each in found if each.level != "ok"
+    ]
 
 
 def one(*changes, **more):
@@ -88,7 +90,12 @@ def test_healthy_cluster_has_no_failures_and_names_the_network_device():
     ("old", "new", "check", "detail"),
     [
         ("^1: common=run_dir\n", "", "common", "/shared/runs (run_dir) is not shared"),
-        ("^1: probe=end", "1: unwritable=Read-only file system\n1: probe=end", "run_dir", "Read-only file system"),
+        (
+            "^1: probe=end",
+            "1: unwritable=Read-only file system\n1: probe=end",
+            "run_dir",
+            "Read-only file system",
+        ),
         ("^1: number=.*\n", "", "names", "the name n0 does not resolve"),
         ("^(1: route=n0 .* dev) eth0", r"\1 lo", "names", "n0 is 172.31.2.10 on lo: itself"),
         ("^1: runtime_version=.*\n", "", "runtime", "apptainer is not installed"),
@@ -99,7 +106,12 @@ def test_healthy_cluster_has_no_failures_and_names_the_network_device():
             "/shared/t.sif does not run: could not open image /shared/t.sif: image format not recognized",
         ),
         ("^1: shm_kb=.*", "1: shm_kb=65536 65536", "shm", "/dev/shm has 64 MB free of 64 MB"),
-        ("^1: run_disk_kb=.*", "1: run_disk_kb=1000 264212084", "disk", "0 MB free for /shared/runs (run_dir)"),
+        (
+            "^1: run_disk_kb=.*",
+            "1: run_disk_kb=1000 264212084",
+            "disk",
+            "0 MB free for /shared/runs (run_dir)",
+        ),
     ],
 )
 def test_failure_on_one_node_names_the_node(old, new, check, detail):
@@ -129,7 +141,10 @@ SMI = (
 
 def test_gpus_must_be_visible_to_the_step_and_the_driver():
     given = ("visible_gpus=", "visible_gpus=0,1")
-    listed = [("^1: probe=end", SMI + "1: probe=end"), ("^0: probe=end", re.sub("(?m)^1", "0", SMI) + "0: probe=end")]
+    listed = [
+        ("^1: probe=end", SMI + "1: probe=end"),
+        ("^0: probe=end", re.sub("(?m)^1", "0", SMI) + "0: probe=end"),
+    ]
     assert judged(given, *listed, request=CUDA) == []
     why = "Slurm allocated 2 GPUs, but nvidia-smi is not installed"
     assert one(given, listed[0], request=CUDA)[1:] == ("n0", "failure", why)
@@ -185,6 +200,13 @@ def test_request_is_compared_with_the_site(request_, site, level, detail):
 def test_srun_gets_only_node_options_and_gpus_once():
     given = {"partition": "gpu", "exclusive": "", "mail-user": "a@b", "begin": "now+1hour", "comment": "x"}
     assert doctor.srun(job(3, 2, "cuda", **given))[2:] == [
-        *("--nodes=3", "--ntasks-per-node=1", "--chdir=/tmp", "--gpus-per-node=2", "--partition=gpu", "--exclusive")
+        *(
+            "--nodes=3",
+            "--ntasks-per-node=1",
+            "--chdir=/tmp",
+            "--gpus-per-node=2",
+            "--partition=gpu",
+            "--exclusive",
+        )
     ]
     assert not [each for each in doctor.srun(job(1, 2, "cuda", gres="gpu:2")) if "gpus-per-node" in each]

@@ -50,7 +50,9 @@ def test_text_without_a_mark_is_utf_8(tmp_path: Path) -> None:
 def test_marks_in_all_files_of_a_dataset(tmp_path: Path, mark: Callable[[Path], None]) -> None:
     path = make_yolo_set(tmp_path)
     (tmp_path / "train.txt").write_text("images/train/001.jpg\nimages/train/002.jpg\n")
-    path.write_text(path.read_text().replace("train: images/train", "train: train.txt").replace("cat", "größe"))
+    path.write_text(
+        path.read_text().replace("train: images/train", "train: train.txt").replace("cat", "größe")
+    )
     (tmp_path / "labels/train/002.txt").write_text("0 0.5 0.5 0.1 0.1\n7 0.5 0.5 0.1 0.1\n")
     for name in ("data.yaml", "train.txt", "labels/train/001.txt", "labels/train/002.txt"):
         mark(tmp_path / name)
@@ -116,8 +118,14 @@ def test_marks_in_a_list_of_images_to_predict(tmp_path: Path, mark: Callable[[Pa
         ("{'1': dog, '0': cat}", ["cat", "dog"]),
         ("{1: dog, '0': cat}", ["cat", "dog"]),
         ("{01: dog, 00: cat}", ["cat", "dog"]),
-        ("\n" + "".join(f"  '{k}': c{k}\n" for k in (10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)), [f"c{k}" for k in range(11)]),
-        ("\n" + "".join(f"  {k:02}: c{k}\n" for k in range(11)), [f"c{k}" for k in range(11)]),  # 08 is no octal number
+        (
+            "\n" + "".join(f"  '{k}': c{k}\n" for k in (10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)),
+            [f"c{k}" for k in range(11)],
+        ),
+        (
+            "\n" + "".join(f"  {k:02}: c{k}\n" for k in range(11)),
+            [f"c{k}" for k in range(11)],
+        ),  # 08 is no octal number
     ],
     ids=repr,
 )
@@ -148,7 +156,12 @@ def test_other_numbers_of_classes_are_refused(tmp_path: Path, old: str, new: str
 def test_hidden_files_of_macos_are_ignored(tmp_path: Path) -> None:
     make_yolo_set(tmp_path)
     before = checked(tmp_path)
-    for name in ("labels/train/._001.txt", "labels/train/._x.txt", "labels/._x.txt", "images/train/._001.jpg"):
+    for name in (
+        "labels/train/._001.txt",
+        "labels/train/._x.txt",
+        "labels/._x.txt",
+        "images/train/._001.jpg",
+    ):
         (tmp_path / name).write_bytes(b"\x00\x05\x16\x07")
     assert checked(tmp_path) == trained(tmp_path) == before == ([], before[1])
 
@@ -171,7 +184,9 @@ def test_hidden_files_of_macos_are_no_annotations(tmp_path: Path) -> None:
         ("images/train", "../elsewhere/train", "{above}/elsewhere/train"),
     ],
 )
-def test_a_path_that_leads_out_of_the_folder_names_mount(tmp_path: Path, old: str, new: str, folder: str) -> None:
+def test_a_path_that_leads_out_of_the_folder_names_mount(
+    tmp_path: Path, old: str, new: str, folder: str
+) -> None:
     path = make_yolo_set(tmp_path / "set")
     path.write_text(DATA_YAML.replace(old, new))
     with pytest.raises(BadData) as caught:

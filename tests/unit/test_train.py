@@ -57,7 +57,15 @@ def test_alone_and_again_from_the_checkpoint(data: Path, tmp_path: Path) -> None
     assert contract.EVENT_MARK not in done.stdout
     assert "epoch 2/2  mAP50 " in done.stdout
     folder = tmp_path / "runs" / "train"
-    wanted = {"best.pt", "last.pt", "previous.pt", "results.csv", "results.png", "predictions.jpg", "labels.png"}
+    wanted = {
+        "best.pt",
+        "last.pt",
+        "previous.pt",
+        "results.csv",
+        "results.png",
+        "predictions.jpg",
+        "labels.png",
+    }
     assert wanted <= {p.name for p in folder.iterdir()}
     assert not [p.name for p in folder.iterdir() if p.suffix == ".tmp"]
     with (folder / "results.csv").open() as file:
@@ -77,7 +85,18 @@ def test_alone_and_again_from_the_checkpoint(data: Path, tmp_path: Path) -> None
     assert (folder / "best.pt").stat().st_size < 1.1 * 4 * values  # a single copy of the weights, in fp32
 
     # Without a validation nothing ends early, and the last epoch is the best.
-    more = ("--weights", str(folder / "last.pt"), "--epochs", "3", "--noval", "--patience", "1", "--freeze", "0", "3")
+    more = (
+        "--weights",
+        str(folder / "last.pt"),
+        "--epochs",
+        "3",
+        "--noval",
+        "--patience",
+        "1",
+        "--freeze",
+        "0",
+        "3",
+    )
     more += ("--label-smoothing", "0.1", "--sync-bn")
     again = run(tmp_path, *command(data, tmp_path / "runs", *more, cfg=""), code=0)
     assert "349/349 tensors" in again.stdout
@@ -107,11 +126,29 @@ def test_two_ranks_under_a_launcher(data: Path, tmp_path: Path) -> None:
     # One before the validation, so that a signal costs only that, and one with the scores.
     assert [k for k in kinds if k in ("metric", "checkpoint")] == ["checkpoint", "metric", "checkpoint"] * 2
     metric = next(e for e in events if e["event"] == "metric")
-    assert {"epoch", "epochs", "map50", "map", "box_loss", "obj_loss", "cls_loss", "images_per_s"} <= metric.keys()
+    assert {
+        "epoch",
+        "epochs",
+        "map50",
+        "map",
+        "box_loss",
+        "obj_loss",
+        "cls_loss",
+        "images_per_s",
+    } <= metric.keys()
     assert isinstance(metric["shares"], dict)
     assert set(metric["shares"]) == set(SHARES)
     progress = next(e for e in events if e["event"] == "progress")
-    assert {"epoch", "epochs", "step", "steps", "loss", "images_per_s", "eta_s", "run_eta_s"} <= progress.keys()
+    assert {
+        "epoch",
+        "epochs",
+        "step",
+        "steps",
+        "loss",
+        "images_per_s",
+        "eta_s",
+        "run_eta_s",
+    } <= progress.keys()
     assert events_in(ended[1].stdout) == []  # only local rank 0 speaks
     assert events[-1]["best"] == str(folder / "best.pt")
     assert progress["run_eta_s"] > progress["eta_s"]  # the run has two epochs
@@ -134,7 +171,13 @@ BAD = [
 ]
 
 
-NODE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
+NODE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "127.0.0.1",
+}
 PLACES: list[tuple[dict[str, str], list[str], str]] = [
     *(({}, more, said) for more, said in BAD),
     ({"RANK": "0", "WORLD_SIZE": "2"}, [], "not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
@@ -146,7 +189,13 @@ PLACES: list[tuple[dict[str, str], list[str], str]] = [
 
 @pytest.mark.parametrize(("place", "more", "said"), PLACES, ids=[said for _, _, said in PLACES])
 def test_bad_input_is_two_lines_and_exit_2_and_nothing_is_written(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_trainer, place, more: list[str], said: str
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_trainer,
+    place,
+    more: list[str],
+    said: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for key, value in {contract.JOB_ID: "unit-job", **place}.items():
@@ -169,7 +218,11 @@ def test_a_single_value_for_batch_norm_is_refused_and_what_is_advised_trains(
 ) -> None:
     """Seven images in steps of 3, 2 and 2 on two ranks: one of 32 px is one cell of the coarsest grid."""
     small = ("--imgsz", "32")
-    for place, more in (({}, (*small, "--batch", "1")), (ranks(2)[1], small), (ranks(2)[1], ("--multi-scale",))):
+    for place, more in (
+        ({}, (*small, "--batch", "1")),
+        (ranks(2)[1], small),
+        (ranks(2)[1], ("--multi-scale",)),
+    ):
         with monkeypatch.context() as patch:
             patch.chdir(tmp_path)
             for key, value in place.items():
@@ -263,7 +316,12 @@ def test_a_signal_to_its_own_ranks_leaves_none(
 
 
 def test_a_closed_pipe_stops_the_training_after_a_checkpoint(data: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "trainer", *command(data, tmp_path / "runs", "--epochs", "1000", "--noval")]
+    words = [
+        sys.executable,
+        "-m",
+        "trainer",
+        *command(data, tmp_path / "runs", "--epochs", "1000", "--noval"),
+    ]
     with subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=-1, stderr=-1, text=True) as process:
         assert process.stdout
         assert process.stderr
@@ -281,11 +339,16 @@ def test_help_names_the_defaults_and_loads_no_torch() -> None:
     program = "import sys; sys.argv = ['trainer', 'train', '--help']\n"
     program += "from trainer.__main__ import main\ntry:\n main()\nfinally:\n print('torch' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(COLUMNS="300", TERM="dumb"), text=True, capture_output=True
+        [sys.executable, "-c", program],
+        env=environment(COLUMNS="300", TERM="dumb"),
+        text=True,
+        capture_output=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("False")
-    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in done.stdout.splitlines() if "|" in line]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:3]] for line in done.stdout.splitlines() if "|" in line
+    ]
     assert ["detect", "100"] in rows
     assert ["segment digits", "5"] in rows
 
@@ -339,4 +402,6 @@ def test_without_its_faults_and_as_one_class(tmp_path):
     assert (folder / "left_out.txt").read_text().splitlines() == faults
     content = torch.load(folder / "best.pt", weights_only=True)
     assert content["names"] == ["item"]
-    assert next(v for k, v in content["ema"].items() if k.endswith("m.0.weight") and len(v) == 3 * 6) is not None
+    assert (
+        next(v for k, v in content["ema"].items() if k.endswith("m.0.weight") and len(v) == 3 * 6) is not None
+    )

@@ -26,7 +26,19 @@ def unequal(*counts: int) -> list[dict[str, str]]:
 
 def test_ranks_of_unequal_nodes_train_as_one_rank_does(tmp_path: Path) -> None:
     data = squares(tmp_path / "squares", train=10)
-    arguments = ["--data", str(data), "--imgsz", "64", "--batch", "4", "--epochs", "2", "--device", "cpu", "--sync-bn"]
+    arguments = [
+        "--data",
+        str(data),
+        "--imgsz",
+        "64",
+        "--batch",
+        "4",
+        "--epochs",
+        "2",
+        "--device",
+        "cpu",
+        "--sync-bn",
+    ]
     arguments += ["--cfg", str(TINY), "--log-steps", "--project", ".", "--cache", "disk"]
     found = {}
     for name, environments in (("alone", ranks(1)), ("unequal", unequal(2, 1)), ("reverse", unequal(1, 2))):
@@ -51,7 +63,9 @@ def most_ranks() -> None:
 
 
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1), (1, 1)])
-def test_threads_of_a_measurement_are_those_of_the_largest_node(tmp_path: Path, counts: tuple[int, ...]) -> None:
+def test_threads_of_a_measurement_are_those_of_the_largest_node(
+    tmp_path: Path, counts: tuple[int, ...]
+) -> None:
     """Each point has the same number of threads per rank, so the first node's number could be too many on another."""
     first, *_ = call(most_ranks, tmp_path, unequal(*counts))
     assert first.stdout == f"{max(counts)}\n"

@@ -39,7 +39,8 @@ def test_two_ranks_have_the_scores_of_one(data, weights, tmp_path):
     (alone,) = run(tmp_path, *common)
     first, second = run(tmp_path, *common, "--save-json", count=2)
     assert second == ""
-    one, two = json.loads(alone), json.loads(first)
+    one = json.loads(alone)
+    two = json.loads(first)
     assert (one["images"], one["boxes"]) == (COUNT, 2 * (COUNT - 1))
     assert one["map50"] > 0
     assert set(one["per_class"]) == {"green", "red"}
@@ -95,7 +96,9 @@ def test_annotations_with_crowds_score_as_in_pycocotools(data, weights, tmp_path
     results = tmp_path / scores["folder"] / "predictions.json"
     found = np.array([[r["image_id"], r["category_id"]] for r in json.loads(results.read_text())])
     assert np.unique(found, axis=0, return_counts=True)[1].max() > 100
-    assert pycocotools_scores(data, results, crowds) == pytest.approx((scores["map50"], scores["map"]), abs=1e-6)
+    assert pycocotools_scores(data, results, crowds) == pytest.approx(
+        (scores["map50"], scores["map"]), abs=1e-6
+    )
     assert abs(pycocotools_scores(data, results)[1] - scores["map"]) > 1e-5  # the crowds change the score
     assert scores["boxes"] == 2 * (COUNT - 1)
 
@@ -143,7 +146,9 @@ def test_bad_input_is_an_error(data, weights, tmp_path, run_trainer):
     assert "--conf must be 0 or more and below 1, not 1.5" in error("--conf", "1.5")
     assert "--max-det must be 1 or more, not 0" in error("--max-det", "0")
     assert "--save-conf: no labels are written" in error("--save-conf")
-    assert "--half and --precision fp32 contradict each other: --half is bf16" in error("--half", "--precision", "fp32")
+    assert "--half and --precision fp32 contradict each other: --half is bf16" in error(
+        "--half", "--precision", "fp32"
+    )
     assert "--precision fp8: unknown" in error("--precision", "fp8")
     (tmp_path / "coco.json").write_text(json.dumps({"images": [], "categories": [], "annotations": []}))
     assert "it has no category `green`" in error("--annotations", tmp_path / "coco.json")

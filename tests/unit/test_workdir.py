@@ -21,13 +21,32 @@ def names(folder):
 
 def test_ignored_files_caches_and_run_directories_do_not_travel(tmp_path):
     for name in (
-        *("train.py", "pkg/model.py", "pkg/__pycache__/model.pyc", ".git/HEAD", "data/a.bin", "pkg/data/b.bin"),
-        *("runs/.clusterctl-runs", "runs/job/last.pt", "notes.txt", "keep.log", "old.log", "pkg/keep.log", "pkg/x.tmp"),
+        *(
+            "train.py",
+            "pkg/model.py",
+            "pkg/__pycache__/model.pyc",
+            ".git/HEAD",
+            "data/a.bin",
+            "pkg/data/b.bin",
+        ),
+        *(
+            "runs/.clusterctl-runs",
+            "runs/job/last.pt",
+            "notes.txt",
+            "keep.log",
+            "old.log",
+            "pkg/keep.log",
+            "pkg/x.tmp",
+        ),
     ):
         make(tmp_path, **{name: "x"})
     make(
         tmp_path,
-        **{".gitignore": "/data\n*.log\n!keep.log\n", ".clusterignore": "notes.txt\n", "pkg/.gitignore": "*.tmp"},
+        **{
+            ".gitignore": "/data\n*.log\n!keep.log\n",
+            ".clusterignore": "notes.txt\n",
+            "pkg/.gitignore": "*.tmp",
+        },
     )
     (tmp_path / "link").symlink_to("train.py")
     assert names(tmp_path) == {
@@ -46,7 +65,9 @@ def test_a_large_folder_is_an_error_that_names_its_largest_parts(tmp_path):
     assert sum(workdir.scan(str(tmp_path), limit=2301).values()) == 2301
     with pytest.raises(UsageError) as refused:
         workdir.scan(str(tmp_path), limit=2300)
-    assert "has 2.3 kB, more than 2.3 kB: data 1.8 kB, venv 500 bytes, train.py 1 byte" in refused.value.message
+    assert (
+        "has 2.3 kB, more than 2.3 kB: data 1.8 kB, venv 500 bytes, train.py 1 byte" in refused.value.message
+    )
     assert ".clusterignore" in refused.value.hint
 
 
@@ -85,8 +106,21 @@ def test_a_bad_ignore_file_is_an_error(tmp_path, text, message):
 def test_files_that_usually_hold_secrets_are_found(tmp_path):
     secret = {
         *(".env", ".env.production", "a/.ENV", "id_rsa", "keys/ID_ED25519", "server.pem", "tls/private.key"),
-        *(".npmrc", ".pypirc", ".netrc", "home/.aws/credentials", "kubeconfig", ".kube/config", "a.kubeconfig"),
-        *("gcloud/credentials.json", "application_default_credentials.json", ".docker/config.json", ".ssh/work"),
+        *(
+            ".npmrc",
+            ".pypirc",
+            ".netrc",
+            "home/.aws/credentials",
+            "kubeconfig",
+            ".kube/config",
+            "a.kubeconfig",
+        ),
+        *(
+            "gcloud/credentials.json",
+            "application_default_credentials.json",
+            ".docker/config.json",
+            ".ssh/work",
+        ),
     }
     harmless = {
         *(".env.example", "id_rsa.pub", ".ssh/known_hosts", "environment.yml", "keys.py", "monkey", "config"),
@@ -107,7 +141,10 @@ def test_files_that_usually_hold_secrets_are_found(tmp_path):
         ({".clusterignore": "*.pem"}, []),
         ({".clusterignore": "!*.pem\nb/"}, []),
         ({"b/.clusterignore": "!ca.pem"}, ["ca.pem", "key.pem"]),
-        ({".gitignore": "*.pem\n!ca.pem"}, ["ca.pem", "b/ca.pem"]),  # git may have it, which decides nothing here
+        (
+            {".gitignore": "*.pem\n!ca.pem"},
+            ["ca.pem", "b/ca.pem"],
+        ),  # git may have it, which decides nothing here
         ({".gitignore": "*.pem", ".clusterignore": "!/ca.pem"}, []),
     ],
 )

@@ -17,7 +17,9 @@ DEFAULTS = {"exist_ok": False, "epochs": 100, "data": None, "batch": 16}
 
 
 def test_words_are_read_as_after_yolo():
-    found = parse(["detect", "train", "data=a=b.yaml", "--epochs=3", "exist_ok", "batch=8,", "epochs=4"], DEFAULTS)
+    found = parse(
+        ["detect", "train", "data=a=b.yaml", "--epochs=3", "exist_ok", "batch=8,", "epochs=4"], DEFAULTS
+    )
     assert found.task == "detect"
     assert found.values == {"data": "a=b.yaml", "epochs": "4", "exist_ok": "True", "batch": "8"}
     assert parse(["mode=train", "task=pose"], DEFAULTS).task == "pose"
@@ -49,7 +51,13 @@ def test_other_words_are_errors(words, what, hint):
 def test_a_batch_is_divided_among_the_ranks():
     for batch, ranks in ((16, 4), (4, 4), (-1, 1), (0.7, 1), (5, 1)):
         check_batch(batch, ranks)
-    for batch, hint in ((-1, "batch=64"), (0.7, "batch=64"), (0, "batch=64"), (6, "use 4 or 8"), (3, "use 4")):
+    for batch, hint in (
+        (-1, "batch=64"),
+        (0.7, "batch=64"),
+        (0, "batch=64"),
+        (6, "use 4 or 8"),
+        (3, "use 4"),
+    ):
         with pytest.raises(TrainerError) as error:
             check_batch(batch, 4)
         assert hint in error.value.hint
@@ -60,7 +68,13 @@ def test_the_device_is_that_of_the_launch():
     assert wanted_device("0,1", "cuda", 2) == "0,1"
     assert wanted_device("cpu", "cpu", 2) == "cpu"
     assert wanted_device("1", "", 0) == "1"
-    assert [device_text(value) for value in (None, 0, [0, 1], "0, 1", "cpu")] == ["", "0", "0,1", "0,1", "cpu"]
+    assert [device_text(value) for value in (None, 0, [0, 1], "0, 1", "cpu")] == [
+        "",
+        "0",
+        "0,1",
+        "0,1",
+        "cpu",
+    ]
     for given, launched, what in (
         ("0,1", "cuda", "names 2 GPUs, but this node has 4 ranks"),
         ("0", "cuda", "names 1 GPU, but"),
@@ -109,7 +123,9 @@ def test_a_desktops_opencv_that_cannot_be_loaded_gives_way_to_another(tmp_path):
         f"sys.path = [path for path in sys.path if path != {str(tmp_path)!r}]\n"
         "raise ImportError('libGL.so.1: cannot open shared object file')\n"
     )
-    program = "from trainer.ultralytics.package import load_opencv; load_opencv(); import cv2; print(cv2.imread)"
+    program = (
+        "from trainer.ultralytics.package import load_opencv; load_opencv(); import cv2; print(cv2.imread)"
+    )
     words = [sys.executable, "-c", program]
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
@@ -133,7 +149,8 @@ class Command:
 
 
 def test_the_header_of_a_checkpoint_is_read_without_running_it(tmp_path):
-    path, table = tmp_path / "last.pt", {"epoch": [1, 2], "time": [0.5, 1.0]}
+    path = tmp_path / "last.pt"
+    table = {"epoch": [1, 2], "time": [0.5, 1.0]}
     write_checkpoint(path, {"epoch": 1, "ema": Command(tmp_path / "ran"), "train_results": table})
     assert copies.header_of(path) == {"epoch": 1, "train_results": table}
     assert not (tmp_path / "ran").exists()
@@ -156,7 +173,9 @@ def test_a_run_is_restored_from_the_copies(tmp_path):
     copies.restore(tmp_path, results, header)
     assert results.read_text() == "epoch,time\n1,0.5\n2,1.0\n"  # on a machine that is new
     assert (tmp_path / "weights" / "last.pt").read_bytes() == b"last"
-    results.write_text("epoch,time\n1,5\n2,6\n3,7\n")  # killed between the table and the checkpoint of epoch 3
+    results.write_text(
+        "epoch,time\n1,5\n2,6\n3,7\n"
+    )  # killed between the table and the checkpoint of epoch 3
     copies.restore(tmp_path, results, header)
     assert results.read_text() == "epoch,time\n1,5\n2,6\n"
 

@@ -118,7 +118,9 @@ class Forked:
         if self.stdin:
             self.stdin.close()
         streams = enumerate((self.stdout, self.stderr))
-        threads = [threading.Thread(target=read, args=(k, s), daemon=True) for k, s in streams if s and not s.closed]
+        threads = [
+            threading.Thread(target=read, args=(k, s), daemon=True) for k, s in streams if s and not s.closed
+        ]
         for thread in threads:
             thread.start()
         self.wait(timeout)
@@ -219,7 +221,9 @@ def _run(args: Sequence[str]) -> None:
     else:
         sys.argv = [kind, *rest]
         sys.path.insert(0, str(Path(kind).parent))
-        runpy.run_path(str(Path(kind).absolute()), run_name="__main__")  # dataloader workers import it by its path
+        runpy.run_path(
+            str(Path(kind).absolute()), run_name="__main__"
+        )  # dataloader workers import it by its path
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -234,7 +238,10 @@ def ranks(count: int, nodes: int = 1) -> list[dict[str, str]]:
     each = count // nodes
     shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(each)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spawn.free_port())}
-    return [{**shared, "RANK": str(r), "LOCAL_RANK": str(r % each), "GROUP_RANK": str(r // each)} for r in range(count)]
+    return [
+        {**shared, "RANK": str(r), "LOCAL_RANK": str(r % each), "GROUP_RANK": str(r // each)}
+        for r in range(count)
+    ]
 
 
 def start(
@@ -276,7 +283,9 @@ def run(cwd: Path, *arguments: str, code: int | None = None, **more: Any) -> End
     return wait(start(cwd, [{}], *arguments, **more), code=code)[0]
 
 
-def call(program: Callable[..., object], cwd: Path, environments: list[dict[str, str]], *arguments: str) -> list[Ended]:
+def call(
+    program: Callable[..., object], cwd: Path, environments: list[dict[str, str]], *arguments: str
+) -> list[Ended]:
     """Run a function of a test in each environment; its processes must exit with 0."""
     text = f"import sys; from {program.__module__} import {program.__name__} as p; p(*sys.argv[1:])"
     return wait(start(cwd, environments, *arguments, program=("-c", text)), code=0)

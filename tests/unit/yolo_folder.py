@@ -47,7 +47,8 @@ def squares(
             image = np.full((64, width, 3), 30, np.uint8)
             lines = []
             for cls in range(2) if k else []:
-                x, y = rng.integers(0, width - 40), rng.integers(0, 30)
+                x = rng.integers(0, width - 40)
+                y = rng.integers(0, 30)
                 image[y : y + 24, x : x + 24] = (200, 60, 60) if cls else (60, 200, 60)
                 lines.append(f"{cls} {(x + 12) / width} {(y + 12) / 64} {24 / width} {24 / 64}")
             cv2.imwrite(str(folder / "images" / split / f"{first + k}.png"), image)
@@ -63,7 +64,11 @@ def untrained(path: Path) -> Path:
     torch.manual_seed(1)
     cfg = load_cfg("yolov5n.yaml")
     model = build_yolo(cfg, nc=2)
-    content = {key: {} for key in checkpoint_file.KEYS} | {"format": checkpoint_file.FORMAT, "cfg": cfg, "imgsz": 64}
+    content = {key: {} for key in checkpoint_file.KEYS} | {
+        "format": checkpoint_file.FORMAT,
+        "cfg": cfg,
+        "imgsz": 64,
+    }
     content |= {"names": ["green", "red"], "ema": model.state_dict(), "model": model.state_dict()}
     checkpoint_file.save(path, content)
     return path

@@ -115,7 +115,9 @@ def start_trainer(settings: Settings, threads: int) -> Trainer:
         keep_freed_memory()
     run = Trainer(settings, world, device, Events({}))
     if settings.batch > len(run.task.train_set):
-        raise TrainerError(f"batch {settings.batch} is larger than the {len(run.task.train_set)} training images")
+        raise TrainerError(
+            f"batch {settings.batch} is larger than the {len(run.task.train_set)} training images"
+        )
     start_forkserver(run.workers > 0)
     comm.join(world, device)
     run.agree_on_precision()
@@ -172,21 +174,31 @@ def time_run(run: Trainer, effort: Effort) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(run.device) if on_gpu else cpu_name(),
         "precision": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(run.dtype, "fp32"),
         "val_images": len(run.task.val_set),
-        **(_time_validation(run, effort) if not run.settings.noval else {"val_counted": 0, "val_images_per_s": None}),
+        **(
+            _time_validation(run, effort)
+            if not run.settings.noval
+            else {"val_counted": 0, "val_images_per_s": None}
+        ),
         "host_bytes": host_bytes(),
         "device_bytes": torch.cuda.max_memory_reserved(run.device) if on_gpu else None,
     }
 
 
 def _time_batches(
-    run: Trainer, batches: Iterator[TrainBatch], steps: int, use: Callable[[TrainBatch], object], multiple: int
+    run: Trainer,
+    batches: Iterator[TrainBatch],
+    steps: int,
+    use: Callable[[TrainBatch], object],
+    multiple: int,
 ) -> tuple[float, int, int]:
     """Return images per second, images and steps of the next `steps` batches, or of as many as take SECONDS.
 
     Their number is a multiple of `multiple`, so that the share of steps with an update is the same as in training.
     """
     pilot = steps or _rounded_up(max(FEWEST, 2 * run.workers), multiple)
-    images, taken, wanted = 0, 0, pilot
+    images = 0
+    taken = 0
+    wanted = pilot
     comm.barrier()
     begun = comm.now(run.device)
     run.timer.restart()

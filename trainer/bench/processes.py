@@ -54,7 +54,9 @@ class Job:
 
     def __init__(self, world: comm.World) -> None:
         self.world = world
-        self._store = next(rendezvous("env://", timeout=comm.TIMEOUT))[0]  # rank 0 hosts it, unless torchrun does
+        self._store = next(rendezvous("env://", timeout=comm.TIMEOUT))[
+            0
+        ]  # rank 0 hosts it, unless torchrun does
         self._number = 0
         self._is_stopped = False
         self._store.set(f"local size/{world.rank}", str(world.local_size))
@@ -68,7 +70,9 @@ class Job:
     def run(self, request: Request, ranks: int) -> Any:
         """Run the first `ranks` ranks of the job, as `run_here` does. Rank 0 calls this."""
         if ranks > self.world.size:
-            raise TrainerError(f"{ranks} ranks: the job has {self.world.size}", "launch it with more nodes or GPUs")
+            raise TrainerError(
+                f"{ranks} ranks: the job has {self.world.size}", "launch it with more nodes or GPUs"
+            )
         self._number += 1
         self._store.set(f"request/{self._number}", json.dumps([request, ranks, free_port()]))
         answer = self._run_own_rank(self._number)
@@ -110,7 +114,11 @@ class Job:
         if world.rank >= ranks:
             return None
         local_size = min(world.local_size, ranks - (world.rank - world.local_rank))
-        values: dict[str, Any] = {"RANK": world.rank, "LOCAL_RANK": world.local_rank, "GROUP_RANK": world.node}
+        values: dict[str, Any] = {
+            "RANK": world.rank,
+            "LOCAL_RANK": world.local_rank,
+            "GROUP_RANK": world.node,
+        }
         values |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": local_size}
         values |= {"MASTER_ADDR": os.environ["MASTER_ADDR"], "MASTER_PORT": port}
         own = {name: str(value) for name, value in values.items()} if ranks > 1 else {}
@@ -124,19 +132,28 @@ class Job:
 
 
 def _run(
-    request: Request, rank_environments: Sequence[Mapping[str, str]], peer_failed: Callable[[], bool] = lambda: False
+    request: Request,
+    rank_environments: Sequence[Mapping[str, str]],
+    peer_failed: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[int, int], list[Line], Any]:
     """Run the ranks; return the exit codes of failed ranks, the output, and rank 0's answer."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTER_") or k == contract.NODES_ON_HOST}
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith("CLUSTER_") or k == contract.NODES_ON_HOST
+    }
     # With a job id, a rank writes its error as an event. The number of threads sets the order of sums.
     environment = {**kept, contract.JOB_ID: "bench", "OMP_NUM_THREADS": str(request["threads"])}
     output: list[Line] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        file, answer = Path(folder) / "request.json", Path(folder) / "answer.pt"
+        file = Path(folder) / "request.json"
+        answer = Path(folder) / "answer.pt"
         file.write_text(json.dumps(request), encoding="utf-8")
         command = ["bench", "rank", str(file), str(answer)]
         failed = run_ranks(command, rank_environments, environment, output.append, peer_failed=peer_failed)
-        return failed, output, torch.load(answer, weights_only=True) if answer.exists() and not failed else None
+        return (
+            failed,
+            output,
+            torch.load(answer, weights_only=True) if answer.exists() and not failed else None,
+        )
 
 
 def _raise(failed: Mapping[int, int], output: Sequence[Line]) -> None:

@@ -52,7 +52,9 @@ def record(settings: Settings, threads: int, steps: int, warmup: int, trace: str
         run.step(next(batches))
     on_gpu = run.device.type == "cuda"
     comm.barrier()
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * on_gpu)]) as profiler:
+    with torch.profiler.profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * on_gpu)]
+    ) as profiler:
         for _ in range(steps):
             with record_function("step"):
                 with record_function("loading"):

@@ -58,7 +58,11 @@ class Row:
 
 
 def points_of(
-    batches: Sequence[int], ranks: Sequence[int], precisions: Sequence[str], strong: bool, strategies: Sequence[str]
+    batches: Sequence[int],
+    ranks: Sequence[int],
+    precisions: Sequence[str],
+    strong: bool,
+    strategies: Sequence[str],
 ) -> list[Point]:
     """Return all combinations, those of a series in sequence; a single rank has one point for all strategies."""
     for option, values in (("--batch", batches), ("--ranks", ranks)):
@@ -69,10 +73,15 @@ def points_of(
             f"--batch {min(batches)} --strong: fewer images per step than ranks, {max(ranks)}",
             "with --strong, --batch counts the images of all ranks together",
         )
-    for option, names, known in (("--precision", precisions, PRECISIONS), ("--parallel", strategies, PARALLEL)):
+    for option, names, known in (
+        ("--precision", precisions, PRECISIONS),
+        ("--parallel", strategies, PARALLEL),
+    ):
         for name in names:
             if name not in known:
-                raise TrainerError(f"{option} {name}: unknown", f"use {', '.join(known)}, separated by commas")
+                raise TrainerError(
+                    f"{option} {name}: unknown", f"use {', '.join(known)}, separated by commas"
+                )
     series = itertools.product(precisions, sorted(batches), sorted(ranks))
     return [
         Point(batch, count, precision, strong, name)
@@ -127,7 +136,8 @@ def _outcome_of(measure_one: Callable[[P], Measurement], point: P, title: str, i
     except TrainerError as error:
         if is_first and not isinstance(error, NoMemory):
             raise
-        outcome, text = error, error.message
+        outcome = error
+        text = error.message
     if contract.JOB_ID in os.environ:
         print(f"{title}: {text}", flush=True)
     return outcome
@@ -142,7 +152,9 @@ def rows_of(outcomes: Mapping[Point, Sequence[Outcome]]) -> list[Row]:
             rows.append(Row(point, None, failure))
             continue
         rounds = [m for m in found if isinstance(m, Measurement)]
-        base = min((other for other in outcomes if other.series == point.series), key=lambda other: other.ranks)
+        base = min(
+            (other for other in outcomes if other.series == point.series), key=lambda other: other.ranks
+        )
         ratios = [
             mine.train_images_per_s / first.train_images_per_s
             for mine, first in zip(rounds, outcomes[base], strict=False)

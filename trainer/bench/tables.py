@@ -31,7 +31,9 @@ def markdown(header: Cells, rows: Iterable[Cells], left: int = 0) -> str:
     rule = ["-" * (w + 2) if k < left else "-" * (w + 1) + ":" for k, w in enumerate(widths)]
 
     def padded(line: Cells) -> str:
-        cells = [c.ljust(w) if k < left else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True))]
+        cells = [
+            c.ljust(w) if k < left else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True))
+        ]
         return "| " + " | ".join(cells) + " |"
 
     return "\n".join([padded(lines[0]), "|" + "|".join(rule) + "|", *map(padded, lines[1:])])
@@ -73,10 +75,13 @@ def yolov5_table(rows: Sequence[Row]) -> str:
     header = [f"{unit}s", "batch-size", "CUDA_mem (GB)" if unit == "GPU" else "host_mem (GB)", "train", "val"]
     lines = []
     for row in rows:
-        m, cells = row.measured, ["-", _short(row.failure), "-"]
+        m = row.measured
+        cells = ["-", _short(row.failure), "-"]
         if m:
             memory = m.host_bytes if m.device_bytes is None else m.device_bytes
-            val = "-" if m.val_epoch_s is None else "~" * (m.val_counted < m.val_images) + clock(m.val_epoch_s)
+            val = (
+                "-" if m.val_epoch_s is None else "~" * (m.val_counted < m.val_images) + clock(m.val_epoch_s)
+            )
             cells = [_gigabytes(memory), _train_epoch(m), val]
         lines.append([f"{row.point.ranks}x", str(row.point.step_batch), *cells])
     return markdown(header, lines)
@@ -84,7 +89,8 @@ def yolov5_table(rows: Sequence[Row]) -> str:
 
 def thread_table(rows: Sequence[Row]) -> str:
     """Return the table of the fast.ai thread: an epoch's time by batch size per rank, and the gain."""
-    unit, counts = unit_of(rows), sorted({row.point.ranks for row in rows})
+    unit = unit_of(rows)
+    counts = sorted({row.point.ranks for row in rows})
     titles = [f"{count} {unit}{'s' if unit == 'rank' and count > 1 else ''}" for count in counts]
     header = ["bs", titles[0]]
     for title in titles[1:]:
@@ -95,7 +101,9 @@ def thread_table(rows: Sequence[Row]) -> str:
         line = [str(series[0])]
         for count in counts:
             row = by_point.get((series, count))
-            line.append("-" if not row else _train_epoch(row.measured) if row.measured else _short(row.failure))
+            line.append(
+                "-" if not row else _train_epoch(row.measured) if row.measured else _short(row.failure)
+            )
             if count > counts[0]:
                 line.append(_optional(row.gain if row else None, ".2f"))
         lines.append(line)
@@ -114,10 +122,18 @@ def detail_table(rows: Sequence[Row]) -> str:
         "train images/s",
         "val images/s",
     ]
-    header += ["gain", "efficiency", *(["GPU GB"] if unit == "GPU" else []), "host GB", "loading", "communication"]
+    header += [
+        "gain",
+        "efficiency",
+        *(["GPU GB"] if unit == "GPU" else []),
+        "host GB",
+        "loading",
+        "communication",
+    ]
     lines = []
     for row in rows:
-        p, m = row.point, row.measured
+        p = row.point
+        m = row.measured
         cells = [p.parallel] if has_strategies else []
         cells += [str(p.ranks), str(p.step_batch), m.precision if m else p.precision]
         if not m:
@@ -127,7 +143,9 @@ def detail_table(rows: Sequence[Row]) -> str:
         cells += [_optional(row.gain, ".2f"), _optional(row.efficiency, ".0%")]
         cells += [] if m.device_bytes is None else [_gigabytes(m.device_bytes)]
         communication = None if p.parallel in UNTIMED else m.sync_share
-        lines.append([*cells, _gigabytes(m.host_bytes), f"{m.data_share:.0%}", _optional(communication, ".0%")])
+        lines.append(
+            [*cells, _gigabytes(m.host_bytes), f"{m.data_share:.0%}", _optional(communication, ".0%")]
+        )
     return markdown(header, lines)
 
 
@@ -171,12 +189,15 @@ def workers_table(found: Mapping[int, Sequence[Measurement]]) -> str:
         memory = _gigabytes(max(m.host_bytes for m in rounds))
         rate = f"{base * statistics.median(ratios):.1f}"
         rows.append([str(workers), f"{loader:.1f}", rate, f"{waiting:.0%}", memory])
-    return markdown(["workers", "loader alone images/s", "training images/s", "waiting for data", "host GB"], rows)
+    return markdown(
+        ["workers", "loader alone images/s", "training images/s", "waiting for data", "host GB"], rows
+    )
 
 
 def scaling_text(rows: Sequence[Row], settings: Settings, threads: int, rounds: int) -> str:
     """Return the full report: heading, tables, notes."""
-    about, many = machine(rows), "round" if rounds == 1 else "rounds"
+    about = machine(rows)
+    many = "round" if rounds == 1 else "rounds"
     parts = [
         f"{about['device']}, {about['cores']} cores, torch {about['torch']}, {about['date']}; "
         f"{settings.data}, {settings.imgsz} px, threads of a rank: {threads}, {rounds} {many}"
@@ -198,12 +219,18 @@ def scaling_text(rows: Sequence[Row], settings: Settings, threads: int, rounds: 
 def machine(rows: Sequence[Row]) -> dict[str, Any]:
     """Return machine, versions and date of the figures."""
     device = next((row.measured.device for row in rows if row.measured), platform.machine())
-    return {"device": device, "cores": usable_cores(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    return {
+        "device": device,
+        "cores": usable_cores(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def values_of(row: Row) -> dict[str, Any]:
     """Return a row as plain values for CSV and JSON; None if it has no value."""
-    p, m = row.point, row.measured
+    p = row.point
+    m = row.measured
     return {
         "parallel": p.parallel,
         "ranks": p.ranks,
@@ -223,13 +250,16 @@ def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
     out = io.StringIO()
     table = csv.DictWriter(out, list(records[0]), lineterminator="\n")
     table.writeheader()
-    table.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in record.items()} for record in records)
+    table.writerows(
+        {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in record.items()} for record in records
+    )
     return out.getvalue()
 
 
 def curves_of(rows: Sequence[Row]) -> tuple[Curves, Curves]:
     """Return the gains by ranks, 1 for the fewest, and by batch size, without failed points."""
-    fewest, unit = min(row.point.ranks for row in rows), unit_of(rows)
+    fewest = min(row.point.ranks for row in rows)
+    unit = unit_of(rows)
     more = [row for row in rows if row.point.ranks > fewest]
     kinds = {(row.point.precision, row.point.parallel) for row in more}
     by_ranks: Curves = {}

@@ -36,7 +36,9 @@ class Difference:
     greatest: float  # largest difference of one element of the gradient
 
 
-def verify(settings: Settings, counts: Sequence[int], steps: int, *, wide: bool, threads: int = 1) -> list[Difference]:
+def verify(
+    settings: Settings, counts: Sequence[int], steps: int, *, wide: bool, threads: int = 1
+) -> list[Difference]:
     """Train `steps` steps on each number of ranks, on this machine, and compare with the first number.
 
     With `wide` the network computes in float64 and the loss in float32. Raise TrainerError if a rank does.

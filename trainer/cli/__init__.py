@@ -22,7 +22,10 @@ from trainer.config.families import named_families
 from trainer.config.presets import PRESETS, TASKS, Preset, family_presets
 from trainer.config.settings import option_of
 
-WITHOUT_VALUE = {"--resume": "last", "--cache": "ram"}  # the value of an option given without one, as in YOLOv5
+WITHOUT_VALUE = {
+    "--resume": "last",
+    "--cache": "ram",
+}  # the value of an option given without one, as in YOLOv5
 LISTS = ("--freeze", "--classes")  # options that take several numbers, as in YOLOv5
 
 

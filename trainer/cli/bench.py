@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from trainer.bench.scaling import Point
 
 bench = typer.Typer(no_args_is_help=True)
-TRAIN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}  # further options are those of `train`
+TRAIN_OPTIONS = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+}  # further options are those of `train`
 MOST_DEFAULT_RANKS = 8
 
 
@@ -66,7 +69,9 @@ class ScalingSettings(BenchSettings):
         "ranks together.",
         *("--batch", "--batch-size"),
     )
-    ranks: str = option("", "Comma-separated numbers of ranks. [default: 1,2,4,8, at most the GPUs, or the cores]")
+    ranks: str = option(
+        "", "Comma-separated numbers of ranks. [default: 1,2,4,8, at most the GPUs, or the cores]"
+    )
     precision: str = option("auto", "Comma-separated precisions: fp32, bf16, fp16 or auto.")
     parallel: str = option(DEFAULT_STRATEGY, f"Comma-separated strategies: {', '.join(PARALLEL)}.")
     strong: bool = option(False, "Strong scaling: --batch counts the images of all ranks together.")
@@ -80,7 +85,9 @@ class WorkersSettings(BenchSettings):
     """Settings of `trainer bench workers`."""
 
     ranks: int = option(1, "Ranks on this machine.", least=1)
-    workers: str = option("", "Comma-separated numbers of workers per rank. [default: 0,1,2,4,... up to its cores]")
+    workers: str = option(
+        "", "Comma-separated numbers of workers per rank. [default: 0,1,2,4,... up to its cores]"
+    )
     rounds: int = option(2, "Measurements per point, each in a round over all points.", least=1)
 
 
@@ -155,10 +162,13 @@ def scaling(context: typer.Context, **options: Any) -> None:
     from trainer.bench.scaling import measure_rounds, points_of, rows_of, settings_at
     from trainer.weights.checkpoint_file import write_bytes
 
-    s, job = ScalingSettings(**options), cast("Job | None", context.obj)
+    s = ScalingSettings(**options)
+    job = cast("Job | None", context.obj)
     settings = settings_of(context.args, s.device, s.parallel)
     counts = numbers("--ranks", s.ranks) if s.ranks else default_ranks(settings.device, job)
-    points = points_of(numbers("--batch", s.batch), counts, s.precision.split(","), s.strong, s.parallel.split(","))
+    points = points_of(
+        numbers("--batch", s.batch), counts, s.precision.split(","), s.strong, s.parallel.split(",")
+    )
     effort = s.effort(max(counts), job)
     csv, markdown, plot = map(output_file, (s.csv, s.markdown, s.plot))
     run = job.run if job else run_here
@@ -196,9 +206,13 @@ def workers(context: typer.Context, **options: Any) -> None:
     from trainer.bench.tables import workers_table
     from trainer.distributed.comm import usable_cores
 
-    s, job = WorkersSettings(**options), cast("Job | None", context.obj)
-    cores, ranks = max(1, usable_cores() // s.ranks), s.ranks
-    tried = numbers("--workers", s.workers) if s.workers else [0, *(1 << k for k in range(cores.bit_length()))]
+    s = WorkersSettings(**options)
+    job = cast("Job | None", context.obj)
+    cores = max(1, usable_cores() // s.ranks)
+    ranks = s.ranks
+    tried = (
+        numbers("--workers", s.workers) if s.workers else [0, *(1 << k for k in range(cores.bit_length()))]
+    )
     settings = settings_of(context.args, s.device, ranks=ranks)
     effort = dataclasses.replace(s.effort(ranks, job), loader=True)
     run = job.run if job else run_here
@@ -207,21 +221,31 @@ def workers(context: typer.Context, **options: Any) -> None:
         return measure(dataclasses.replace(settings, workers=count, noval=True), ranks, effort, run)
 
     outcomes, complete = measure_rounds(tried, s.rounds, with_workers, " workers")
-    failed = {count: each for count, found in outcomes.items() for each in found if isinstance(each, TrainerError)}
+    failed = {
+        count: each for count, found in outcomes.items() for each in found if isinstance(each, TrainerError)
+    }
     failures = [f"{count} workers: {error.message}" for count, error in failed.items()]
-    rates = {k: [m for m in found if isinstance(m, Measurement)] for k, found in outcomes.items() if k not in failed}
+    rates = {
+        k: [m for m in found if isinstance(m, Measurement)]
+        for k, found in outcomes.items()
+        if k not in failed
+    }
     if rates and s.json:
         rows = {str(k): [dataclasses.asdict(m) for m in found] for k, found in rates.items()}
         typer.echo(json.dumps({"rounds": rows, "failures": failures}))
     elif rates:
         first = next(iter(rates.values()))[0]
-        header = f"{first.device}; {settings.data}, {settings.imgsz} px, batch {settings.batch}, ranks: {ranks}"
+        header = (
+            f"{first.device}; {settings.data}, {settings.imgsz} px, batch {settings.batch}, ranks: {ranks}"
+        )
         typer.echo("\n".join([header, "", workers_table(rates), *failures]))
     if not complete:
         raise KeyboardInterrupt
 
 
-def settings_of(arguments: Sequence[str], device: str, strategies: str = "", ranks: int | None = None) -> Settings:
+def settings_of(
+    arguments: Sequence[str], device: str, strategies: str = "", ranks: int | None = None
+) -> Settings:
     """Return the settings of `trainer train ARGUMENTS`, with the devices of `ranks` ranks.
 
     If one of the comma-separated `strategies` has options, --parallel names it: else `train` refuses them.
@@ -246,7 +270,9 @@ def numbers(option: str, text: str) -> list[int]:
     """Return comma-separated numbers as a list."""
     words = text.split(",")
     if not all(word.strip().isdecimal() for word in words):
-        raise TrainerError(f"{option} {text}: expected comma-separated numbers", f"for example {option} 1,2,4")
+        raise TrainerError(
+            f"{option} {text}: expected comma-separated numbers", f"for example {option} 1,2,4"
+        )
     return [int(word) for word in words]
 
 
@@ -254,7 +280,11 @@ def default_ranks(device: str, job: Job | None) -> list[int]:
     """Return 1, 2, 4, ... up to the ranks of the job, else to the GPUs of --device or the cores, at most 8."""
     from trainer.distributed import comm
 
-    most = job.world.size if job else min(len(comm.gpu_numbers(device)) or comm.usable_cores(), MOST_DEFAULT_RANKS)
+    most = (
+        job.world.size
+        if job
+        else min(len(comm.gpu_numbers(device)) or comm.usable_cores(), MOST_DEFAULT_RANKS)
+    )
     return sorted({most, *(1 << k for k in range(most.bit_length()))})
 
 

@@ -18,7 +18,9 @@ data = typer.Typer(no_args_is_help=True, help="Check, download or convert a data
 
 DataYaml = Annotated[str, typer.Option("--data", help="The path of a data.yaml.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Decode = Annotated[bool, typer.Option("--decode/--headers", help="Decode all images, or read their headers (faster).")]
+Decode = Annotated[
+    bool, typer.Option("--decode/--headers", help="Decode all images, or read their headers (faster).")
+]
 
 
 @data.command()
@@ -38,7 +40,9 @@ def check(data_yaml: DataYaml, decode: Decode = True, as_json: AsJson = False) -
     warnings = [fault for fault in found if fault.warning]
     if as_json:
         keys = ("file", "line", "what", "hint")
-        plain = [[{key: getattr(fault, key) for key in keys} for fault in part] for part in (faults, warnings)]
+        plain = [
+            [{key: getattr(fault, key) for key in keys} for fault in part] for part in (faults, warnings)
+        ]
         splits = {table["split"]: table for table in tables}
         content = {"data": data_yaml, "faults": plain[0], "warnings": plain[1], "splits": splits}
         typer.echo(json.dumps(content, indent=1))
@@ -64,7 +68,9 @@ def download(data_yaml: DataYaml) -> None:
 
     if not fetch_missing(data_yaml):
         for split in ("train", "val"):
-            read_split(data_yaml, split, decode=False)  # raises if images are missing and data.yaml has no `download`
+            read_split(
+                data_yaml, split, decode=False
+            )  # raises if images are missing and data.yaml has no `download`
         typer.echo(f"{data_yaml}: all images exist")
 
 
@@ -74,22 +80,28 @@ data.add_typer(convert, name="convert")
 Out = Annotated[Path, typer.Option(help="Folder to create; it will contain data.yaml.", show_default=False)]
 Copy = Annotated[bool, typer.Option("--copy", help="Copy the images instead of linking to them.")]
 AllowBadLabels = Annotated[
-    bool, typer.Option("--allow-bad-labels", help="Skip and list invalid entries instead of stopping with an error.")
+    bool,
+    typer.Option(
+        "--allow-bad-labels", help="Skip and list invalid entries instead of stopping with an error."
+    ),
 ]
 ValShare = Annotated[
-    float, typer.Option(help="Share of the images for validation, chosen by file name, if no split is defined.")
+    float,
+    typer.Option(help="Share of the images for validation, chosen by file name, if no split is defined."),
 ]
 
 
 @convert.command()
 def coco(
     annotations: Annotated[
-        Path, typer.Argument(help="COCO annotations, for example instances_train2017.json.", show_default=False)
+        Path,
+        typer.Argument(help="COCO annotations, for example instances_train2017.json.", show_default=False),
     ],
     images: Annotated[Path, typer.Option(help="Folder of the images.", show_default=False)],
     out: Out,
     val: Annotated[
-        Path | None, typer.Option(help="Annotations of the validation images, for example instances_val2017.json.")
+        Path | None,
+        typer.Option(help="Annotations of the validation images, for example instances_val2017.json."),
     ] = None,
     val_images: Annotated[
         Path | None, typer.Option(help="Folder of the validation images. [default: --images]")
@@ -104,7 +116,9 @@ def coco(
     classes: Annotated[
         str,
         typer.Option(
-            metavar="A,B,...", help="Convert only these categories, by name or id. [default: all]", show_default=False
+            metavar="A,B,...",
+            help="Convert only these categories, by name or id. [default: all]",
+            show_default=False,
         ),
     ] = "",
     crowd: Annotated[
@@ -131,9 +145,13 @@ def coco(
 
 @convert.command()
 def voc(
-    folder: Annotated[Path, typer.Argument(help="Folder with Annotations and JPEGImages.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder with Annotations and JPEGImages.", show_default=False)
+    ],
     out: Out,
-    skip_difficult: Annotated[bool, typer.Option("--skip-difficult", help="Omit objects marked as difficult.")] = False,
+    skip_difficult: Annotated[
+        bool, typer.Option("--skip-difficult", help="Omit objects marked as difficult.")
+    ] = False,
     val_share: ValShare = 0.1,
     copy: Copy = False,
     allow_bad_labels: AllowBadLabels = False,
@@ -158,7 +176,9 @@ def _write(found: Conversion, out: Path, *, copy: bool, allow_bad_labels: bool) 
     for what, count in found.notes.items():
         typer.echo(f"{what}: {count}")
     for split, items in found.splits.items():
-        typer.echo(f"{split}: {_count(len(items), 'image')}, {_count(sum(len(i.rows) for i in items), 'box')}")
+        typer.echo(
+            f"{split}: {_count(len(items), 'image')}, {_count(sum(len(i.rows) for i in items), 'box')}"
+        )
     typer.echo(f"{len(found.names)} classes -> {out / 'data.yaml'}")
 
 

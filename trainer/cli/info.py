@@ -17,7 +17,9 @@ def info(
             help="Detector: a model file (yolov5n.yaml, s, m, l, x, or a path to your own), dfine-n, torchvision:MODEL."
         ),
     ] = "yolov5n.yaml",
-    imgsz: Annotated[int, typer.Option("--imgsz", "--img", help="Side of the image in pixels, for the GFLOPs.")] = 640,
+    imgsz: Annotated[
+        int, typer.Option("--imgsz", "--img", help="Side of the image in pixels, for the GFLOPs.")
+    ] = 640,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print a detector's layers, parameters, GFLOPs and gradient bytes.
@@ -40,7 +42,8 @@ def info(
     content = read_cfg(cfg)
     if "import" in content:
         raise TrainerError(
-            f"--cfg {cfg}: a model of Python code has no layers to list", "use a model file, for example yolov5n.yaml"
+            f"--cfg {cfg}: a model of Python code has no layers to list",
+            "use a model file, for example yolov5n.yaml",
         )
     nc = int(content.get("nc", COCO))
     parts = build(content, nc=nc, where=cfg, hyp=Hyp(), imgsz=imgsz)
@@ -56,7 +59,8 @@ def info(
     ]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.eval()(torch.empty(1, 3, imgsz, imgsz, device=device))
-    flops, whole = counter.get_total_flops(), parameters(model)
+    flops = counter.get_total_flops()
+    whole = parameters(model)
     cost = {"parameters": whole, "fused_parameters": parameters(fuse(model)), "flops": flops}
     cost["gradient_bytes"] = 4 * whole  # fp32
     if as_json:

@@ -14,7 +14,9 @@ Source = Annotated[
         show_default=False,
     ),
 ]
-More = Annotated[list[str] | None, typer.Argument(metavar="[SOURCE]...", help="Same as --source.", show_default=False)]
+More = Annotated[
+    list[str] | None, typer.Argument(metavar="[SOURCE]...", help="Same as --source.", show_default=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON per image or frame.")]
 
 

@@ -28,7 +28,8 @@ Ranks = Annotated[
     ),
 ]
 CosLr = Annotated[
-    bool, typer.Option("--cos-lr", help="Same as --schedule cosine, as in YOLOv5.", rich_help_panel=OPTIMIZATION)
+    bool,
+    typer.Option("--cos-lr", help="Same as --schedule cosine, as in YOLOv5.", rich_help_panel=OPTIMIZATION),
 ]
 
 
@@ -52,7 +53,9 @@ def train(context: typer.Context, *, ranks: int | None, cos_lr: bool, **options:
     if count > 1 and "RANK" not in os.environ:
         raise typer.Exit(run_ranks_here(sys.argv[1:], count))
     if cos_lr and options["schedule"] not in (None, "cosine"):
-        raise TrainerError(f"--cos-lr and --schedule {options['schedule']} contradict each other", "give one of them")
+        raise TrainerError(
+            f"--cos-lr and --schedule {options['schedule']} contradict each other", "give one of them"
+        )
     settings = Settings(**{**options, "schedule": "cosine" if cos_lr else options["schedule"]})
     gc.disable()  # an import creates many objects and frees few: collections take a fifth of torch's import
     from trainer.engine import checkpoints

@@ -10,9 +10,21 @@ from trainer.config.inference import ValSettings
 from trainer.config.settings import option_of
 from trainer.errors import TrainerError
 
-Json = Annotated[bool, typer.Option("--json", help="Print the scores as one line of JSON instead of the table.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the scores as one line of JSON instead of the table.")
+]
 # Parameters that only detectors have.
-BOXES_ONLY = {"conf", "iou", "max_det", "half", "rect", "single_cls", "allow_bad_labels", "v5_map", "annotations"}
+BOXES_ONLY = {
+    "conf",
+    "iou",
+    "max_det",
+    "half",
+    "rect",
+    "single_cls",
+    "allow_bad_labels",
+    "v5_map",
+    "annotations",
+}
 BOXES_ONLY |= {"save_json", "save_txt", "save_conf", "cfg"}
 
 
@@ -49,8 +61,14 @@ def val(context: typer.Context, *, json: bool, **options: Any) -> None:
 def _settings_of(kind: str, imgsz: int, options: dict[str, Any], typed: frozenset[str]) -> Settings:
     """Return the settings to score a classifier or a segmentation model that was trained at `imgsz`."""
     if wrong := sorted(typed & BOXES_ONLY):
-        raise TrainerError(f"{option_of(wrong[0])} is for boxes, but these are weights of --task {kind}", "omit it")
+        raise TrainerError(
+            f"{option_of(wrong[0])} is for boxes, but these are weights of --task {kind}", "omit it"
+        )
     if options["split"] != "val":
-        raise TrainerError(f"--split: weights of --task {kind} are scored on val (or test/ without val/)", "omit it")
-    common = {name: value for name, value in options.items() if name not in BOXES_ONLY | {"split", "plots", "imgsz"}}
+        raise TrainerError(
+            f"--split: weights of --task {kind} are scored on val (or test/ without val/)", "omit it"
+        )
+    common = {
+        name: value for name, value in options.items() if name not in BOXES_ONLY | {"split", "plots", "imgsz"}
+    }
     return Settings(task=kind, imgsz=imgsz if options["imgsz"] is None else options["imgsz"], **common)

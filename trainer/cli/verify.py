@@ -18,16 +18,22 @@ FIXED = ["--precision", "fp32", "--optimizer", "SGD", "--workers", "0", "--noval
 
 def verify(
     context: typer.Context,
-    ranks: Annotated[str, typer.Option(help="Comma-separated numbers of ranks; the first is the reference.")] = "1,2,4",
+    ranks: Annotated[
+        str, typer.Option(help="Comma-separated numbers of ranks; the first is the reference.")
+    ] = "1,2,4",
     steps: Annotated[int, typer.Option(help="Training steps; each updates the weights.")] = 3,
     device: Annotated[
         str, typer.Option(help="cpu, or as many GPUs as the largest number of ranks, for example 0,1.")
     ] = "cpu",
     no_sync_bn: Annotated[
-        bool, typer.Option("--no-sync-bn", help="Compute batch norm per rank, to show the difference from --sync-bn.")
+        bool,
+        typer.Option(
+            "--no-sync-bn", help="Compute batch norm per rank, to show the difference from --sync-bn."
+        ),
     ] = False,
     precision: Annotated[
-        str, typer.Option(help="float64 or fp32. With fp32, use --steps 1: rounding makes later steps differ.")
+        str,
+        typer.Option(help="float64 or fp32. With fp32, use --steps 1: rounding makes later steps differ."),
     ] = "float64",
     tolerance: Annotated[
         float | None,
@@ -57,7 +63,9 @@ def verify(
         rows = [dataclasses.asdict(d) for d in differences]
         typer.echo(json_format.dumps({"agree": same, "tolerance": limit, "differences": rows}))
     else:
-        typer.echo("ranks  step         loss  gradient norm  loss off by  gradient off by  greatest difference")
+        typer.echo(
+            "ranks  step         loss  gradient norm  loss off by  gradient off by  greatest difference"
+        )
         for d in differences:
             typer.echo(
                 f"{d.ranks:>5}  {d.step:>4}  {d.loss:>11.7f}  {d.gradient_norm:>13.7f}  {d.loss_off:>11.1e}"
@@ -67,5 +75,7 @@ def verify(
         if normalized := traits_of(settings.parallel).batch_norm_over:
             norm = f"batch norm of {normalized}"
         verdict = "differ by rounding alone" if same else f"DIFFER by more than {limit:g}"
-        typer.echo(f"{settings.data}, {settings.batch} images a step, {precision}, {norm}: {ranks} ranks {verdict}")
+        typer.echo(
+            f"{settings.data}, {settings.batch} images a step, {precision}, {norm}: {ranks} ranks {verdict}"
+        )
     raise typer.Exit(0 if same else 1)

@@ -15,6 +15,17 @@ from trainer.config.presets import (
 from trainer.config.settings import PRECISIONS, Settings
 from trainer.config.strategies import DEFAULT_STRATEGY, PARALLEL, STRATEGIES, traits_of
 
-__all__ = ["CIFAR", "DIGITS", "IGNORED", "PARALLEL", "PRECISIONS", "PRESETS", "TASKS", "Hyp", "ModelCfg", "Settings"]
+__all__ = [
+    "CIFAR",
+    "DIGITS",
+    "IGNORED",
+    "PARALLEL",
+    "PRECISIONS",
+    "PRESETS",
+    "TASKS",
+    "Hyp",
+    "ModelCfg",
+    "Settings",
+]
 __all__ += ["DEFAULT_STRATEGY", "FAMILIES", "STRATEGIES"]
 __all__ += ["family_of", "hyp_keys", "load_hyp", "named_families", "preset_for", "traits_of"]

@@ -28,7 +28,8 @@ class BadData(TrainerError):
 
     def __init__(self, faults: Sequence[Fault], hint: str = "") -> None:
         """Use `hint` for several faults; for one fault, append it to the fault's own."""
-        self.faults, self._next = list(faults), hint
+        self.faults = list(faults)
+        self._next = hint
         count = len(self.faults)
         if count == 1:
             super().__init__(str(faults[0]), "; ".join(filter(None, (faults[0].hint, hint))))

@@ -29,7 +29,9 @@ def load(path: str, option: str) -> Any:
             f"{option} {path}: no module {error.name}", f"searched in {here} and Python's path (PYTHONPATH)"
         ) from error
     except Exception as error:  # the user's code can raise anything
-        raise TrainerError(f"{option} {path}: importing {module} raised {type(error).__name__}: {error}") from error
+        raise TrainerError(
+            f"{option} {path}: importing {module} raised {type(error).__name__}: {error}"
+        ) from error
     for part in name.split("."):
         if not hasattr(found, part):
             raise TrainerError(f"{option} {path}: {module} has no {name}")

@@ -52,5 +52,6 @@ def other_model(option: str, value: str) -> TrainerError | None:
     if not name:
         return None
     return TrainerError(
-        f"{option} {value}: this trainer does not have {name}", f"use {known_models()}; to run other trainers: {PAGE}"
+        f"{option} {value}: this trainer does not have {name}",
+        f"use {known_models()}; to run other trainers: {PAGE}",
     )

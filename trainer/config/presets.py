@@ -9,7 +9,9 @@ from trainer.config import yaml_file
 from trainer.config.families import family_of
 from trainer.config.faults import BadData
 
-BOXES, CLASSES, MASKS = "detect", "classify", "segment"
+BOXES = "detect"
+CLASSES = "classify"
+MASKS = "segment"
 
 
 def _number(default: float | None, meaning: str, *tasks: str) -> Any:
@@ -31,7 +33,9 @@ class Hyp:
     warmup_momentum: float = _number(0.8, "momentum at the start of the warm-up")
     warmup_bias_lr: float = _number(0.1, "learning rate of biases at the start of the warm-up")
     clip_norm: float = _number(10.0, "largest norm of a step's gradients, over all parameters")
-    label_smoothing: float = _number(0.0, "0 to 1; not for the anchor-free head; --label-smoothing takes precedence")
+    label_smoothing: float = _number(
+        0.0, "0 to 1; not for the anchor-free head; --label-smoothing takes precedence"
+    )
     backbone_lr: float = _number(
         1.0, "the backbone's learning rate as a share of the others'; no effect on YOLO's networks", BOXES
     )
@@ -44,7 +48,9 @@ class Hyp:
     # The anchor-free head has separate gains: YOLOv5's files set box and cls for the anchor head.
     dfl_box: float = _number(7.5, "anchor-free head: gain of the box loss", BOXES)
     dfl_cls: float = _number(0.5, "anchor-free head: gain of the class loss", BOXES)
-    dfl: float = _number(1.5, "anchor-free head: gain of the distribution focal loss, or of YOLO26's L1 loss", BOXES)
+    dfl: float = _number(
+        1.5, "anchor-free head: gain of the distribution focal loss, or of YOLO26's L1 loss", BOXES
+    )
     anchor_t: float = _number(
         4.0, "a box matches an anchor if each side differs by less than this factor; above 1", BOXES
     )
@@ -62,11 +68,15 @@ class Hyp:
     flipud: float = _number(0.0, "probability of a vertical flip")
     fliplr: float = _number(0.5, "probability of a horizontal flip")
     mosaic: float = _number(1.0, "probability of a mosaic of four images", BOXES)
-    mixup: float = _number(0.0, "probability; to classify: share of the steps with mixed images", BOXES, CLASSES)
+    mixup: float = _number(
+        0.0, "probability; to classify: share of the steps with mixed images", BOXES, CLASSES
+    )
     cutmix: float = _number(0.0, "share of the steps with pasted rectangles; with mixup at most 1", CLASSES)
     copy_paste: float = _number(0.0, "probability per object with an outline, within mosaics", BOXES)
     close_mosaic: float | None = _number(
-        None, "last epochs without mosaic, mixup and copy_paste; by default 10 with an anchor-free head, else 0", BOXES
+        None,
+        "last epochs without mosaic, mixup and copy_paste; by default 10 with an anchor-free head, else 0",
+        BOXES,
     )
     randaugment: float = _number(
         0.0, "magnitude of RandAugment's two operations, a whole number up to 30, usually 9; 0: none", CLASSES
@@ -147,12 +157,16 @@ PRESETS: dict[str, dict[str, Preset]] = {
     },
     "classify": {
         "": Preset(imgsz=224, batch=64, epochs=30, optimizer="SGD", hyp=_IMAGES, schedule="cosine"),
-        DIGITS: replace(_CIFAR, batch=32, epochs=8, hyp=replace(_IMAGES, lr0=0.02, fliplr=0.0), schedule="one-cycle"),
+        DIGITS: replace(
+            _CIFAR, batch=32, epochs=8, hyp=replace(_IMAGES, lr0=0.02, fliplr=0.0), schedule="one-cycle"
+        ),
         **dict.fromkeys(CIFAR, _CIFAR),
     },
     "segment": {
         "": Preset(imgsz=512, batch=16, epochs=50, optimizer="SGD", hyp=_MASKS, schedule="cosine"),
-        DIGITS: Preset(imgsz=128, batch=16, epochs=5, optimizer="AdamW", hyp=_DIGIT_MASKS, schedule="one-cycle"),
+        DIGITS: Preset(
+            imgsz=128, batch=16, epochs=5, optimizer="AdamW", hyp=_DIGIT_MASKS, schedule="one-cycle"
+        ),
     },
 }
 TASKS = tuple(PRESETS)
@@ -185,7 +199,9 @@ FAMILY_PRESETS: dict[str, dict[str, Preset]] = {
         DIGITS: Preset(imgsz=128, batch=16, epochs=10, optimizer="AdamW", hyp=_DIGIT_QUERIES),
     },
     "rtdetrv2": {
-        "": Preset(imgsz=640, batch=16, epochs=72, optimizer="AdamW", hyp=replace(_QUERIES, lr0=1e-4, ema_tau=2000.0)),
+        "": Preset(
+            imgsz=640, batch=16, epochs=72, optimizer="AdamW", hyp=replace(_QUERIES, lr0=1e-4, ema_tau=2000.0)
+        ),
         DIGITS: Preset(imgsz=128, batch=16, epochs=10, optimizer="AdamW", hyp=_DIGIT_QUERIES),
     },
     "detr": {  # the paper's backbone is pretrained, and its rate falls to a tenth in one step
@@ -224,7 +240,8 @@ def load_hyp(path: str, base: Hyp) -> Hyp:
     """
     source = Path(path)
     if path in HYP_SETS:
-        source, base = HYP_FOLDER / f"{path}.yaml", Hyp()
+        source = HYP_FOLDER / f"{path}.yaml"
+        base = Hyp()
     content = yaml_file.read(source)
     known = [field.name for field in fields(Hyp)]
     faults = content.unknown([*known, *WITHOUT_EFFECT])

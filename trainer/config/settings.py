@@ -44,7 +44,14 @@ def option(
 
     An option with a `heading` is described under it by `--help-all`, the others by `--help` too.
     """
-    declared = {"help": help, "names": names, "least": least, "most": most, "known": known, "metavar": metavar}
+    declared = {
+        "help": help,
+        "names": names,
+        "least": least,
+        "most": most,
+        "known": known,
+        "metavar": metavar,
+    }
     return field(default=default, metadata={**declared, "heading": heading})
 
 
@@ -106,7 +113,11 @@ class Settings:
         PRESET, "Side of the square images in pixels, a multiple of 32.", *("--imgsz", "--img"), metavar="N"
     )
     optimizer: str = option(
-        PRESET, "SGD, Adam, AdamW or MuSGD (YOLO26's).", known=OPTIMIZERS, metavar="NAME", heading=OPTIMIZATION
+        PRESET,
+        "SGD, Adam, AdamW or MuSGD (YOLO26's).",
+        known=OPTIMIZERS,
+        metavar="NAME",
+        heading=OPTIMIZATION,
     )
     schedule: str = option(
         PRESET,
@@ -236,9 +247,13 @@ class Settings:
     )
     single_cls: bool = option(False, "Treat all classes as one, named `item`.", heading=IMAGES)
     allow_bad_labels: bool = option(
-        False, "Skip and list invalid label rows and images instead of stopping with an error.", heading=IMAGES
+        False,
+        "Skip and list invalid label rows and images instead of stopping with an error.",
+        heading=IMAGES,
     )
-    noval: bool = option(False, "Do not validate; best.pt then has the last epoch's weights.", heading=CHECKPOINTS)
+    noval: bool = option(
+        False, "Do not validate; best.pt then has the last epoch's weights.", heading=CHECKPOINTS
+    )
     val_period: int = option(
         1,
         "Epochs between validations; the last epoch is always validated.",
@@ -290,7 +305,9 @@ class Settings:
         metavar="SECONDS",
         heading=FAILURES,
     )
-    log_steps: bool = option(False, "Write the loss of each step to steps.csv, at full precision.", heading=LOGGING)
+    log_steps: bool = option(
+        False, "Write the loss of each step to steps.csv, at full precision.", heading=LOGGING
+    )
     track: str = option(
         "",
         "Log each epoch to mlflow, wandb or trackio; a resumed run is continued there. TensorBoard's file is always "
@@ -306,7 +323,9 @@ class Settings:
         "runs", "Folder of all runs.\n\nUnder clusterctl the job's folder is used instead.", metavar="DIR"
     )
     name: str = option(
-        "train", "Name of the run's folder. If it exists, a number is appended: NAME2, NAME3, ...", metavar="NAME"
+        "train",
+        "Name of the run's folder. If it exists, a number is appended: NAME2, NAME3, ...",
+        metavar="NAME",
     )
     exist_ok: bool = option(False, "Write into the run's folder even if it exists.", heading=LOGGING)
 
@@ -322,10 +341,13 @@ class Settings:
             raise TrainerError(f"--imgsz {self.imgsz} is not a multiple of 32", f"use --imgsz {near}")
         self._check_strategy()
         if self.unfreeze and not layers(self.freeze):
-            raise TrainerError(f"--unfreeze {self.unfreeze}: nothing is frozen", "name the layers with --freeze")
+            raise TrainerError(
+                f"--unfreeze {self.unfreeze}: nothing is frozen", "name the layers with --freeze"
+            )
         if not self.name or Path(self.name).name != self.name:
             raise TrainerError(
-                f"--name {self.name}: expected a folder name, not a path", "choose the parent folder with --project"
+                f"--name {self.name}: expected a folder name, not a path",
+                "choose the parent folder with --project",
             )
         layers(self.freeze)
         interval(self.save_every)
@@ -359,8 +381,10 @@ class Settings:
 def check_declared(settings: Any) -> None:
     """Raise TrainerError for the first setting that is not among its `known` texts, or between `least` and `most`."""
     for each in dataclasses.fields(settings):
-        value, known = getattr(settings, each.name), each.metadata["known"]
-        least, most = each.metadata["least"], each.metadata["most"]
+        value = getattr(settings, each.name)
+        known = each.metadata["known"]
+        least = each.metadata["least"]
+        most = each.metadata["most"]
         option = option_of(each.name)
         if known and value is not PRESET and value not in known:
             raise TrainerError(f"{option} {value}: unknown", f"use one of {', '.join(filter(None, known))}")

@@ -48,19 +48,26 @@ def read(path: Path, texts: str = "") -> YamlFile:
         loader = yaml.SafeLoader(read_text(path))
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            raise BadData([Fault(str(path), 1, "not a mapping of keys to values", "write `key: value` lines")])
+            raise BadData(
+                [Fault(str(path), 1, "not a mapping of keys to values", "write `key: value` lines")]
+            )
         lines: dict[Any, int] = {}
         for key_node, value in node.value:
-            key, line = loader.construct_object(key_node), key_node.start_mark.line + 1
+            key = loader.construct_object(key_node)
+            line = key_node.start_mark.line + 1
             if key in lines:
-                raise BadData([Fault(str(path), line, f"`{key}` is already set in line {lines[key]}", "delete one")])
+                raise BadData(
+                    [Fault(str(path), line, f"`{key}` is already set in line {lines[key]}", "delete one")]
+                )
             lines[key] = line
             if key == texts and isinstance(value, yaml.CollectionNode):
                 _keep_texts(value, path)
         return YamlFile(path, loader.construct_document(node), lines)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise BadData([Fault(str(path), line, f"not valid YAML: {error.problem}", "correct the line")]) from None
+        raise BadData(
+            [Fault(str(path), line, f"not valid YAML: {error.problem}", "correct the line")]
+        ) from None
     except OSError as error:
         raise BadData([Fault(str(path), 0, error.strerror or str(error), "check the path")]) from None
     except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:  # ValueError: 2024-13-45
@@ -76,7 +83,10 @@ def _keep_texts(node: yaml.CollectionNode, path: Path) -> None:
             if isinstance(scalar, yaml.ScalarNode):
                 scalar.tag = "tag:yaml.org,2002:str"
         if isinstance(item, tuple) and isinstance(item[0], yaml.ScalarNode):
-            key, line = item[0].value, item[0].start_mark.line + 1
+            key = item[0].value
+            line = item[0].start_mark.line + 1
             if key in lines:
-                raise BadData([Fault(str(path), line, f"`{key}` is already set in line {lines[key]}", "delete one")])
+                raise BadData(
+                    [Fault(str(path), line, f"`{key}` is already set in line {lines[key]}", "delete one")]
+                )
             lines[key] = line

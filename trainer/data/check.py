@@ -15,7 +15,8 @@ from trainer.data.formats.yolo import Source, read_splits
 def check(data_yaml: str, *, decode: bool) -> tuple[list[Fault], list[dict[str, Any]]]:
     """Return the faults of both splits, and a table of each readable one; `decode` images, or read their headers."""
     reading = read_splits(data_yaml, SPLITS, decode=decode)
-    faults, sources = list(reading.faults), reading.sources
+    faults = list(reading.faults)
+    sources = reading.sources
     if len(sources) == len(SPLITS):
         faults += _duplicates(*sources)
     return faults, [_table(source) for source in sources]
@@ -34,7 +35,11 @@ def _table(source: Source) -> dict[str, Any]:
         counts = {"name": name, "images": len(np.unique(owner[mine])), "boxes": boxes}
         median = np.median(sides[mine], axis=0).tolist() if boxes else (0.0, 0.0)
         rows.append({**counts, "share": boxes / max(1, len(classes)), "median_px": median})
-    table = {"split": source.split, "images": len(scan.paths), "background": int((np.diff(scan.offsets) == 0).sum())}
+    table = {
+        "split": source.split,
+        "images": len(scan.paths),
+        "background": int((np.diff(scan.offsets) == 0).sum()),
+    }
     return {**table, "boxes": len(classes), "classes": rows}
 
 

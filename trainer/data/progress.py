@@ -17,7 +17,9 @@ def track(items: Iterable[Item], total: int | None, what: str) -> Iterator[Item]
     from rich.progress import track as rich_track
 
     console = Console(stderr=True)
-    yield from rich_track(items, what, total, transient=True, console=console, disable=not console.is_terminal)
+    yield from rich_track(
+        items, what, total, transient=True, console=console, disable=not console.is_terminal
+    )
 
 
 def in_threads(function: Callable[[Any], Item], items: Sequence[Any], what: str) -> Iterator[Item]:
@@ -34,7 +36,12 @@ def bar(total: int | None, what: str = "", shown: bool = True) -> Iterator[Calla
 
     console = Console(stderr=True)
     with Progress(
-        *(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)),
+        *(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False),
+        ),
         console=console,
         transient=True,
         redirect_stdout=sys.stdout.isatty(),  # a piped stdout must not be redirected to stderr

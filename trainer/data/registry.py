@@ -20,12 +20,19 @@ def open_dataset(
     source: str, split: Split, *, imgsz: int, single_cls: bool = False, allow_bad_labels: bool = False
 ) -> Dataset:
     """Open one split of a dataset, see `open_datasets`."""
-    (dataset,) = open_datasets(source, [split], imgsz=imgsz, single_cls=single_cls, allow_bad_labels=allow_bad_labels)
+    (dataset,) = open_datasets(
+        source, [split], imgsz=imgsz, single_cls=single_cls, allow_bad_labels=allow_bad_labels
+    )
     return dataset
 
 
 def open_datasets(
-    source: str, splits: Sequence[Split], *, imgsz: int, single_cls: bool = False, allow_bad_labels: bool = False
+    source: str,
+    splits: Sequence[Split],
+    *,
+    imgsz: int,
+    single_cls: bool = False,
+    allow_bad_labels: bool = False,
 ) -> list[Dataset]:
     """Open splits of `source`: the name of an embedded dataset, the path of a data.yaml, or package.module:function.
 

@@ -89,25 +89,35 @@ class Parts:
     postprocess: Postprocess
     stride: int = 32
     least_side: int = 64  # pixels of the smallest image that the model takes
-    needs_squares: bool = False  # whether it predicts fractions of an image's sides, and so learns only squares
+    needs_squares: bool = (
+        False  # whether it predicts fractions of an image's sides, and so learns only squares
+    )
     norm_stride: int = 0  # pixels per value of the coarsest batch norm; 0: the stride
     close_mosaic: int = 0  # last epochs without mosaics, if the hyper-parameters do not say
     can_compile: bool = True  # whether the loss has no shapes that depend on values
-    reads_values: bool = False  # whether the model reads values of tensors, which the meta device does not have
-    backbone: str = ""  # prefix of the names of the backbone's parameters, for the hyper-parameter backbone_lr
+    reads_values: bool = (
+        False  # whether the model reads values of tensors, which the meta device does not have
+    )
+    backbone: str = (
+        ""  # prefix of the names of the backbone's parameters, for the hyper-parameter backbone_lr
+    )
     has_dropout: bool = False  # whether the hyper-parameter dropout has an effect
     needs_targets: bool = False  # whether the model takes the targets in training
     can_split: bool = True  # whether torch.fx can trace the model and cut it between its layers
     # For an export: (model, outputs) -> boxes (b, n, 4) xyxy in px, scores (b, n, nc). None: it cannot be exported.
     decode: Callable[[Any, Outputs], tuple[Tensor, Tensor]] | None = None
-    has_ranked_rows: bool = False  # whether rounding can swap rows of `decode`, which are in the order of scores
+    has_ranked_rows: bool = (
+        False  # whether rounding can swap rows of `decode`, which are in the order of scores
+    )
     exports_any_size: bool = True  # whether an exported file can take images of any number and size
     fit: Fit | None = None
 
     def check(self, settings: Settings, where: str) -> None:
         """Raise TrainerError for settings that the family does not support; `where` names the model."""
         strategy = traits_of(settings.parallel)
-        if (self.needs_targets and not strategy.passes_targets) or (strategy.splits_layers and not self.can_split):
+        if (self.needs_targets and not strategy.passes_targets) or (
+            strategy.splits_layers and not self.can_split
+        ):
             what = f"--parallel {settings.parallel}: {where} cannot be trained with it"
             raise TrainerError(what, "leave --parallel out")
         if settings.rect and self.needs_squares:
@@ -165,7 +175,9 @@ def load_weights(weights: str) -> dict[str, Any]:
             "give the folder of a snapshot of the Hugging Face hub, or the file of a checkpoint, such as best.pt in it",
         )
     if folder.is_dir() or weights.startswith("hf://"):
-        loaded: dict[str, Any] = _import("trainer.detectors.transformers_nets:load_snapshot", weights)(weights)
+        loaded: dict[str, Any] = _import("trainer.detectors.transformers_nets:load_snapshot", weights)(
+            weights
+        )
         return loaded
     return checkpoint_file.load(weights)
 

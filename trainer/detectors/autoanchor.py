@@ -46,7 +46,9 @@ def fit_anchors(
         return cfg, ""
     strides = torch.tensor(head.strides, dtype=torch.float64).view(-1, 1, 1)
     own = (head.anchors.double().cpu() * strides).view(-1, 2).numpy()
-    chosen, message = comm.broadcast(_choose(dataset, own, imgsz, anchor_t, seed) if comm.is_rank_zero() else None)
+    chosen, message = comm.broadcast(
+        _choose(dataset, own, imgsz, anchor_t, seed) if comm.is_rank_zero() else None
+    )
     if chosen is not None:
         pixels = torch.from_numpy(chosen).view(len(head.strides), -1, 2)
         head.anchors.copy_(pixels / strides)
@@ -92,14 +94,16 @@ def fit(sizes: Sizes, count: int, anchor_t: float, seed: int) -> Sizes:
         change = np.where(rng.random(best.shape) < CHANGED, 1 + SIGMA * rng.standard_normal(best.shape), 1.0)
         changed = np.maximum(best * change.clip(*LIMITS), SMALLEST_PX)
         if (now := _fitness(sizes, changed, anchor_t)) > fitness:
-            best, fitness = changed, now
+            best = changed
+            fitness = now
     ordered: Sizes = best[best.prod(1).argsort()]
     return ordered
 
 
 def _closeness(sizes: Sizes, anchors: Sizes) -> npt.NDArray[np.float64]:
     """(n,): 1 where a box has an anchor's size, else the ratio of the side that differs most, for the best anchor."""
-    logs, others = np.log(sizes).T, np.log(anchors)
+    logs = np.log(sizes).T
+    others = np.log(anchors)
     apart = np.maximum(np.abs(others[:, :1] - logs[0]), np.abs(others[:, 1:] - logs[1])).min(0)
     closeness: npt.NDArray[np.float64] = np.exp(-apart)
     return closeness

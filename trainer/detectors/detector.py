@@ -22,7 +22,9 @@ class Detector:
         """Infer with `model`: the model of `parts`, or its average."""
         self._postprocess = parts.postprocess
         self._net = fuse(copy.deepcopy(model)).eval().to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.device, self.dtype, self.limits = device, dtype, limits
+        self.device = device
+        self.dtype = dtype
+        self.limits = limits
         self.network_s = self.nms_s = 0.0  # sum over all calls
         self.images = 0
 
@@ -42,7 +44,9 @@ class Detector:
 
 def in_full_precision(found: Detections) -> Detections:
     """Return the detections in float32 if they are in bf16 or fp16, which NumPy and the metric cannot take."""
-    boxes, scores = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (found.boxes, found.scores))
+    boxes, scores = (
+        part.to(torch.promote_types(part.dtype, torch.float32)) for part in (found.boxes, found.scores)
+    )
     return replace(found, boxes=boxes, scores=scores)
 
 

@@ -91,7 +91,12 @@ class Network(Classifier):
     def parts(self) -> list[tuple[str, nn.Module]]:
         """The backbone, the encoder, and the rest, which is the head."""
         net: Any = self.net
-        rest = (net.model.query_position_embeddings, net.model.decoder, net.class_labels_classifier, net.bbox_predictor)
+        rest = (
+            net.model.query_position_embeddings,
+            net.model.decoder,
+            net.class_labels_classifier,
+            net.bbox_predictor,
+        )
         encoder = nn.ModuleList((net.model.input_projection, net.model.encoder))
         return [("backbone", net.model.backbone), ("encoder", encoder), ("decoder", nn.ModuleList(rest))]
 
@@ -103,7 +108,9 @@ class Network(Classifier):
         net: Any = self.net
         found = net.model((images - self.mean) / self.std)
         if self.training:
-            hidden = torch.cat((found.intermediate_hidden_states[:-1], found.last_hidden_state[None])).transpose(0, 1)
+            hidden = torch.cat(
+                (found.intermediate_hidden_states[:-1], found.last_hidden_state[None])
+            ).transpose(0, 1)
             values = net.class_labels_classifier(hidden), net.bbox_predictor(hidden).sigmoid()
             return dict(zip((LAYERS["logits"], LAYERS["pred_boxes"]), values, strict=True))
         scores = net.class_labels_classifier(found.last_hidden_state).float().softmax(-1)[..., :-1]
@@ -120,7 +127,8 @@ class DetrLoss(QueryLoss):
         c = net.config
         Criterion.__init__(self, [1.0, c.bbox_loss_coefficient, c.giou_loss_coefficient])
         matcher = HungarianMatcher(c.class_cost, c.bbox_cost, c.giou_cost)
-        self.loss, self._net = ImageLoss(matcher, c.num_labels, c.eos_coefficient, ["labels", "boxes"]), (net,)
+        self.loss = ImageLoss(matcher, c.num_labels, c.eos_coefficient, ["labels", "boxes"])
+        self._net = (net,)
 
     def without_noise(self) -> None:
         """Learn without dropout."""
@@ -137,7 +145,10 @@ class DetrLoss(QueryLoss):
         """Return the boxes, and the weights of the classes of all queries: those of no object count less."""
         images, _, queries, _ = outputs[LAYERS["logits"]].shape
         matched = sum(min(len(each["boxes"]), queries) for each in labels)
-        return [sum(len(each["boxes"]) for each in labels), matched + self.loss.eos_coef * (images * queries - matched)]
+        return [
+            sum(len(each["boxes"]) for each in labels),
+            matched + self.loss.eos_coef * (images * queries - matched),
+        ]
 
     def sums(self, name: str, value: Tensor, counts: Tensor) -> Tensor:
         """Return the sums (2,) whose quotients are a loss of the library."""

@@ -64,7 +64,13 @@ _BACKBONES: dict[str, dict[str, Any]] = {  # HGNetV2 (PaddlePaddle)
 
 def _backbone(name: str, **more: Any) -> dict[str, Any]:
     channels = _BACKBONES[name]["stage_out_channels"]
-    return {"model_type": "hgnet_v2", "hidden_sizes": channels, "out_indices": [2, 3, 4], **_BACKBONES[name], **more}
+    return {
+        "model_type": "hgnet_v2",
+        "hidden_sizes": channels,
+        "out_indices": [2, 3, 4],
+        **_BACKBONES[name],
+        **more,
+    }
 
 
 # What differs from the library's defaults, by the published configurations.
@@ -142,12 +148,18 @@ class SummedLoss(DFineLoss, InPairs):  # type: ignore[misc]
         self.matcher = Matcher(config)
 
     def loss_local(
-        self, outputs: dict[str, Tensor], targets: Labels, indices: Any, num_boxes: float, T: int = TEMPERATURE
+        self,
+        outputs: dict[str, Tensor],
+        targets: Labels,
+        indices: Any,
+        num_boxes: float,
+        T: int = TEMPERATURE,
     ) -> dict[str, Tensor]:
         """Return the localisation loss, and the sums (2,) of the distillation loss."""
         if "pred_corners" not in outputs:
             return {}
-        corners, teacher = outputs["pred_corners"], outputs["teacher_corners"]
+        corners = outputs["pred_corners"]
+        teacher = outputs["teacher_corners"]
         matched, boxes = self.matched(targets, indices)
         with torch.no_grad():
             wanted = box_convert(boxes, "cxcywh", "xyxy")
@@ -157,7 +169,9 @@ class SummedLoss(DFineLoss, InPairs):  # type: ignore[misc]
         mine = corners[matched].reshape(-1, self.max_num_bins + 1)
         weight = iou.repeat_interleave(4)
         losses = {
-            "loss_fgl": self.unimodal_distribution_focal_loss(mine, bins, right, left, weight, avg_factor=num_boxes)
+            "loss_fgl": self.unimodal_distribution_focal_loss(
+                mine, bins, right, left, weight, avg_factor=num_boxes
+            )
         }
         if torch.equal(corners, teacher):  # the last layer
             return {**losses, "loss_ddf": corners.new_zeros(2)}
@@ -187,7 +201,8 @@ class FineLoss(QueryLoss):
         boxes = [len(each["boxes"]) for each in labels]
         noise = outputs.get(NOISE)
         noisy, queries = noise["dn_num_split"] if noise else (0, outputs["enc_topk_logits"].shape[1])
-        matched, copies = sum(min(n, queries) for n in boxes), noise["dn_num_group"] * sum(boxes) if noise else 0
+        matched = sum(min(n, queries) for n in boxes)
+        copies = noise["dn_num_group"] * sum(boxes) if noise else 0
         return [sum(boxes), matched, queries * len(boxes) - matched, copies, noisy * len(boxes) - copies]
 
     def divisors(self, counts: Tensor, /) -> Tensor:

@@ -40,13 +40,20 @@ def build(cfg: ModelCfg, *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     name = cfg["torchvision"]
     if name not in MODELS:
         known = ", ".join(f"torchvision:{each}" for each in MODELS)
-        raise TrainerError(f"{where}: torchvision has no detector {name!r} that can be trained here", f"use {known}")
+        raise TrainerError(
+            f"{where}: torchvision has no detector {name!r} that can be trained here", f"use {known}"
+        )
     return MODELS[name](name, nc)
 
 
 def _retinanet(name: str, nc: int) -> Parts:
     if name == SMALL:
-        how = {"weights": None, "trainable_layers": 5, "returned_layers": [2, 3, 4], "norm_layer": nn.BatchNorm2d}
+        how = {
+            "weights": None,
+            "trainable_layers": 5,
+            "returned_layers": [2, 3, 4],
+            "norm_layer": nn.BatchNorm2d,
+        }
         backbone = resnet_fpn_backbone(backbone_name="resnet18", extra_blocks=LastLevelP6P7(256, 256), **how)
         net = detection.RetinaNet(backbone, nc)
     else:
@@ -139,9 +146,12 @@ class RetinaNetLoss(Criterion):
         """Return `boxes_of`."""
         return boxes_of
 
-    def forward(self, outputs: dict[str, Tensor], targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, outputs: dict[str, Tensor], targets: Targets, size: ImageSize, /
+    ) -> tuple[Tensor, Tensor]:
         """Return the sums (2, 1) and the images (1,)."""
-        images, boxes = len(outputs["cls_logits"]), targets["boxes"]
+        images = len(outputs["cls_logits"])
+        boxes = targets["boxes"]
         found = self._compute(labels_of(boxes, images), heads_of(outputs), [outputs["anchors"]] * images)
         means = torch.stack((found["classification"], found["bbox_regression"]))
         return means[:, None] * images, torch.full((1,), images, dtype=torch.float64, device=boxes.device)
@@ -161,9 +171,12 @@ class FcosLoss(RetinaNetLoss):
 
     terms = ("cls", "box", "ctr")
 
-    def forward(self, outputs: dict[str, Tensor], targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, outputs: dict[str, Tensor], targets: Targets, size: ImageSize, /
+    ) -> tuple[Tensor, Tensor]:
         """Return the sums (3, 1) and the matched cells (1,)."""
-        images, cells = len(outputs["cls_logits"]), outputs["cells"].tolist()
+        images = len(outputs["cls_logits"])
+        cells = outputs["cells"].tolist()
         labels = labels_of(targets["boxes"], images)
         found = self._compute(labels, heads_of(outputs), [outputs["anchors"]] * images, cells)
         means = torch.stack([found[name] for name in ("classification", "bbox_regression", "bbox_ctrness")])
@@ -177,12 +190,19 @@ class SsdLoss(RetinaNetLoss):
         super().__init__(net)
         self._matcher = net.proposal_matcher
 
-    def forward(self, outputs: dict[str, Tensor], targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, outputs: dict[str, Tensor], targets: Targets, size: ImageSize, /
+    ) -> tuple[Tensor, Tensor]:
         """Return the sums (2, 1) and the matched anchors (1,)."""
-        images, anchors = len(outputs["cls_logits"]), outputs["anchors"]
+        images = len(outputs["cls_logits"])
+        anchors = outputs["anchors"]
         labels = labels_of(targets["boxes"], images, first=1)
-        none = torch.full((len(anchors),), -1, device=anchors.device)  # the matcher refuses images without boxes
-        matched = [self._matcher(box_iou(each["boxes"], anchors)) if len(each["boxes"]) else none for each in labels]
+        none = torch.full(
+            (len(anchors),), -1, device=anchors.device
+        )  # the matcher refuses images without boxes
+        matched = [
+            self._matcher(box_iou(each["boxes"], anchors)) if len(each["boxes"]) else none for each in labels
+        ]
         count = torch.stack([(each >= 0).sum() for each in matched]).sum()
         found = self._compute(labels, heads_of(outputs), [anchors] * images, matched)
         means = torch.stack((found["classification"], found["bbox_regression"]))
@@ -235,7 +255,8 @@ class TwoStageNetwork(Classifier):
         if labels is not None:
             self._seed(images)
         images = (images - self.mean) / self.std
-        features, sizes = net.backbone(images), [tuple(images.shape[2:])] * len(images)
+        features = net.backbone(images)
+        sizes = [tuple(images.shape[2:])] * len(images)
         levels = list(features.values())
         objectness, deltas = net.rpn.head(levels)
         anchors = anchors_of(net.rpn.anchor_generator, images, levels)
@@ -243,7 +264,9 @@ class TwoStageNetwork(Classifier):
         objectness, deltas = (each.float() for each in concat_box_prediction_layers(objectness, deltas))
         boxes = net.rpn.box_coder.decode(deltas.detach(), [anchors] * len(images)).view(len(images), -1, 4)
         proposals, _ = net.rpn.filter_proposals(boxes, objectness, sizes, cells)
-        if levels[0].dtype == torch.float64:  # the pooling wants the features' type, or autocast converts these
+        if (
+            levels[0].dtype == torch.float64
+        ):  # the pooling wants the features' type, or autocast converts these
             proposals = [each.double() for each in proposals]
         found = {"objectness": objectness, "deltas": deltas, "anchors": anchors}
         if labels is not None:
@@ -251,7 +274,12 @@ class TwoStageNetwork(Classifier):
             found |= {"classes": classes, "offsets": offsets}
         pooled = net.roi_heads.box_head(net.roi_heads.box_roi_pool(features, proposals, sizes))
         logits, regression = net.roi_heads.box_predictor(pooled)
-        return {**found, "proposals": proposals, "cls_logits": logits.float(), "bbox_regression": regression.float()}
+        return {
+            **found,
+            "proposals": proposals,
+            "cls_logits": logits.float(),
+            "bbox_regression": regression.float(),
+        }
 
     def _seed(self, images: Tensor) -> None:
         """Seed the samplers by the pixels of each image and the number of the step."""
@@ -311,9 +339,12 @@ def labels_of(boxes: Tensor, images: int, first: int = 0) -> Labels:
     return [{"boxes": each[:, 2:], "labels": each[:, 1].long() + first} for each in mine]
 
 
-def boxes_of(labels: BoxLabels, images: int, height: int, width: int, rows: Rows = exact) -> dict[str, Tensor]:
+def boxes_of(
+    labels: BoxLabels, images: int, height: int, width: int, rows: Rows = exact
+) -> dict[str, Tensor]:
     """Return `boxes` float32 (n, 6), [image, class, x1, y1, x2, y2] in pixels; without rows that pad."""
-    centre, half = labels[:, 2:4], labels[:, 4:] / 2
+    centre = labels[:, 2:4]
+    half = labels[:, 4:] / 2
     corners = np.concatenate((centre - half, centre + half), 1) * np.array([width, height] * 2, np.float32)
     return {"boxes": torch.from_numpy(np.concatenate((labels[:, :2], corners), 1))}
 
@@ -334,7 +365,8 @@ def postprocess(model: Any, outputs: dict[str, Tensor], limits: Limits) -> list[
 
 def postprocess_ssd(model: Any, outputs: dict[str, Tensor], limits: Limits) -> list[Detections]:
     """Return the detections of each image, by torchvision's thresholds and suppression per class."""
-    heads, images = heads_of(outputs), len(outputs["cls_logits"])
+    heads = heads_of(outputs)
+    images = len(outputs["cls_logits"])
     heads["cls_logits"] = without_others(heads["cls_logits"], limits)
     found = limited(model.net, limits).postprocess_detections(
         heads, [outputs["anchors"]] * images, [NO_BORDER] * images
@@ -344,18 +376,22 @@ def postprocess_ssd(model: Any, outputs: dict[str, Tensor], limits: Limits) -> l
 
 def postprocess_rcnn(model: Any, outputs: dict[str, Any], limits: Limits) -> list[Detections]:
     """Return the detections of each image, by torchvision's thresholds and suppression per class."""
-    logits, proposals = without_others(outputs["cls_logits"], limits), outputs["proposals"]
+    logits = without_others(outputs["cls_logits"], limits)
+    proposals = outputs["proposals"]
     found = limited(model.net.roi_heads, limits).postprocess_detections(
         logits, outputs["bbox_regression"], proposals, [NO_BORDER] * len(proposals)
     )
     return [
-        Detections(boxes.cpu(), scores.cpu(), labels.cpu() - 1) for boxes, scores, labels in zip(*found, strict=True)
+        Detections(boxes.cpu(), scores.cpu(), labels.cpu() - 1)
+        for boxes, scores, labels in zip(*found, strict=True)
     ]
 
 
 def limited(net: Any, limits: Limits) -> Any:
     """Return a network of torchvision, or a part of it, with these limits."""
-    net.score_thresh, net.nms_thresh, net.detections_per_img = limits.confidence, limits.iou, limits.most
+    net.score_thresh = limits.confidence
+    net.nms_thresh = limits.iou
+    net.detections_per_img = limits.most
     return net
 
 

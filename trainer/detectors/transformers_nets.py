@@ -52,7 +52,8 @@ class Network(nn.Module):
 
     def __init__(self, net: Any) -> None:
         super().__init__()
-        self.net, self._queries = net, net.config.num_queries
+        self.net = net
+        self._queries = net.config.num_queries
 
     @property
     def parts(self) -> list[tuple[str, nn.Module]]:
@@ -73,7 +74,9 @@ class Network(nn.Module):
         self.net.config.num_queries = min(self._queries, cells)
         found = self.net(images, labels=labels)
         if self.training:
-            outputs = {name: found[name] for name in (*LAYERS.values(), *ENCODER.values(), NOISE) if name in found}
+            outputs = {
+                name: found[name] for name in (*LAYERS.values(), *ENCODER.values(), NOISE) if name in found
+            }
             # The embedding of noisy classes is used with labels only; a network can be without it.
             embedding = getattr(self.net, "denoising_class_embed", None)
             return {**outputs, "unused": embedding.weight.sum() * 0} if embedding else outputs
@@ -94,8 +97,11 @@ class Matcher(RTDetrHungarianMatcher):  # type: ignore[misc]
     @torch.no_grad()
     def forward(self, outputs: dict[str, Tensor], targets: Labels) -> list[tuple[Tensor, Tensor]]:
         """Return the matched queries and boxes of each image."""
-        found, logits = outputs["pred_boxes"], outputs["logits"]
-        boxes, classes = (pad_sequence([each[key] for each in targets], True) for key in ("boxes", "class_labels"))
+        found = outputs["pred_boxes"]
+        logits = outputs["logits"]
+        boxes, classes = (
+            pad_sequence([each[key] for each in targets], True) for key in ("boxes", "class_labels")
+        )
         score = logits.sigmoid() if self.use_focal_loss else logits.softmax(-1)
         score = score.gather(2, classes[:, None].expand(-1, logits.shape[1], -1))
         cost = -score
@@ -103,10 +109,15 @@ class Matcher(RTDetrHungarianMatcher):  # type: ignore[misc]
             negative = (1 - self.alpha) * score**self.gamma * -(1 - score + 1e-8).log()
             cost = self.alpha * (1 - score) ** self.gamma * -(score + 1e-8).log() - negative
         _, giou = overlap(found[:, :, None], boxes[:, None])
-        cost = self.class_cost * cost + self.bbox_cost * torch.cdist(found, boxes, p=1) - self.giou_cost * giou
+        cost = (
+            self.class_cost * cost + self.bbox_cost * torch.cdist(found, boxes, p=1) - self.giou_cost * giou
+        )
         most = torch.finfo(cost.dtype).max
         cost = torch.nan_to_num(cost, nan=most, posinf=most, neginf=most).cpu()
-        pairs = [linear_sum_assignment(each[:, : len(own["boxes"])]) for each, own in zip(cost, targets, strict=True)]
+        pairs = [
+            linear_sum_assignment(each[:, : len(own["boxes"])])
+            for each, own in zip(cost, targets, strict=True)
+        ]
         return [(torch.as_tensor(i), torch.as_tensor(j)) for i, j in pairs]
 
 
@@ -123,9 +134,11 @@ class InPairs(RTDetrLoss):  # type: ignore[misc]
         """Return the varifocal loss."""
         matched, boxes = self.matched(targets, indices)
         classes = torch.cat([each["class_labels"][j] for each, (_, j) in zip(targets, indices, strict=True)])
-        logits, places = outputs["logits"], (*matched, classes)
+        logits = outputs["logits"]
+        places = (*matched, classes)
         iou, _ = overlap(outputs["pred_boxes"][matched].detach(), boxes)
-        score, others = torch.zeros_like(logits), torch.ones_like(logits)
+        score = torch.zeros_like(logits)
+        others = torch.ones_like(logits)
         score[places], others[places] = iou.to(logits.dtype), 0
         weight = self.alpha * logits.detach().sigmoid().pow(self.gamma) * others + score
         loss = F.binary_cross_entropy_with_logits(logits, score, weight, reduction="sum")
@@ -138,7 +151,10 @@ class InPairs(RTDetrLoss):  # type: ignore[misc]
         matched, boxes = self.matched(targets, indices)
         found = outputs["pred_boxes"][matched]
         _, giou = overlap(found, boxes)
-        return {"loss_bbox": (found - boxes).abs().sum() / num_boxes, "loss_giou": (1 - giou).sum() / num_boxes}
+        return {
+            "loss_bbox": (found - boxes).abs().sum() / num_boxes,
+            "loss_giou": (1 - giou).sum() / num_boxes,
+        }
 
     def matched(self, targets: Labels, indices: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Return the images and numbers of the matched queries, and their boxes (n, 4)."""
@@ -166,7 +182,8 @@ class QueryLoss(Criterion):
 
     def __init__(self, loss: Any, config: Any) -> None:
         super().__init__([1.0] * len(self.terms))  # the library applies its own weights
-        self.loss, self._config = loss, config
+        self.loss = loss
+        self._config = config
 
     def without_noise(self) -> None:
         """Learn without noisy copies of the boxes."""
@@ -190,7 +207,9 @@ class QueryLoss(Criterion):
         rows = targets["labels"]
         labels = labels_of(rows, len(outputs[LAYERS["logits"]]))
         counts = torch.tensor(self.counts(outputs, labels), dtype=torch.float64, device=rows.device)
-        tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.is_floating_point()]
+        tensors = [
+            each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.is_floating_point()
+        ]
         zero = torch.stack([each.sum() for each in tensors]).sum() * 0  # every output takes part
         sums = {term: zero.expand(len(counts)) for term in self.terms}
         if torch.isfinite(zero):  # else the matching would fail, and the loss is NaN
@@ -206,7 +225,8 @@ class QueryLoss(Criterion):
         for each in (whole, encoder):
             each["pred_boxes"] = each["pred_boxes"].clamp(0, 1)
         layers = min(values.shape[1] for values in whole.values())
-        noise, extra = outputs.get(NOISE), dict[str, Any]()
+        noise = outputs.get(NOISE)
+        extra = dict[str, Any]()
         if noise:
             parts = {key: values.split(noise["dn_num_split"], 2) for key, values in whole.items()}
             noisy, whole = ({key: part[k] for key, part in parts.items()} for k in (0, 1))
@@ -219,7 +239,10 @@ def by_layer(values: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]
     """Return the outputs of the first `count` layers, and with corners the last layer's, which teach the others."""
     teacher = {}
     if "pred_corners" in values:
-        teacher = {"teacher_corners": values["pred_corners"][:, -1], "teacher_logits": values["logits"][:, -1]}
+        teacher = {
+            "teacher_corners": values["pred_corners"][:, -1],
+            "teacher_logits": values["logits"][:, -1],
+        }
     return [{**{key: each[:, k] for key, each in values.items()}, **teacher} for k in range(count)]
 
 
@@ -280,7 +303,9 @@ def load_snapshot(weights: str) -> dict[str, Any]:
     config = _config(folder, where)
     kind = str(config.get("model_type"))
     if kind not in SNAPSHOTS:
-        raise TrainerError(f"{where}: config.json describes {kind!r}", f"use one of {', '.join(SNAPSHOTS.values())}")
+        raise TrainerError(
+            f"{where}: config.json describes {kind!r}", f"use one of {', '.join(SNAPSHOTS.values())}"
+        )
     family = SNAPSHOTS[kind]
     if not any(folder.glob("*.safetensors")):
         pickled = next((path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt*"))), "")
@@ -292,7 +317,9 @@ def load_snapshot(weights: str) -> dict[str, Any]:
         net, report = AutoModelForObjectDetection.from_pretrained(folder, **how)
     except Exception as error:  # the library raises anything on damaged files
         first = (str(error).strip().splitlines() or [""])[0]
-        raise TrainerError(f"{where}: cannot be loaded: {type(error).__name__}: {first}", "download it again") from None
+        raise TrainerError(
+            f"{where}: cannot be loaded: {type(error).__name__}: {first}", "download it again"
+        ) from None
     missing = sorted(key for key in report["missing_keys"] if not key.endswith("num_batches_tracked"))
     if missing:
         what = f"{where}: {len(missing)} tensors of the network are missing, the first is {missing[0]}"

@@ -24,7 +24,8 @@ PLAIN_EPOCHS = 10  # of an anchor-free head, at the end without mosaics
 def build(cfg: ModelCfg, *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build a model description, of a model file or {"import": path}, for `nc` classes."""
     model = build_yolo(check_cfg(cfg, where), nc=nc, where=where)
-    head, stride = model.detect, max(model.detect.strides)
+    head = model.detect
+    stride = max(model.detect.strides)
     if isinstance(head, Detect):
         loss = DetectionLoss(len(head.anchors), head.strides, nc, hyp, imgsz)
         return Parts(model, loss, postprocess, stride, 2 * stride, fit=fit_anchors, decode=decode)
@@ -37,7 +38,8 @@ def build(cfg: ModelCfg, *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
 def decode(model: Any, outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return all boxes (b, n, 4) xyxy px, and their scores (b, n, nc): objectness * class probability."""
     decoded = model.detect.decode(outputs)
-    centre, half = decoded[..., :2], decoded[..., 2:4] / 2
+    centre = decoded[..., :2]
+    half = decoded[..., 2:4] / 2
     return torch.cat((centre - half, centre + half), -1), decoded[..., 4:5] * decoded[..., 5:]
 
 
@@ -64,7 +66,8 @@ def select(decoded: Tensor, limits: Limits) -> list[Detections]:
         wanted[list(limits.classes)] = 1
         scores = scores * wanted
     place, cls = (scores > limits.confidence).nonzero(as_tuple=True)
-    score, owner = scores[place, cls], image[place]
+    score = scores[place, cls]
+    owner = image[place]
     corners = torch.cat((likely[:, :2] - likely[:, 2:4] / 2, likely[:, :2] + likely[:, 2:4] / 2), 1)
     counts = torch.bincount(owner, minlength=len(decoded)).tolist()
     parts = (torch.split(t, counts) for t in (place, score, cls))
@@ -77,7 +80,8 @@ def _suppress(boxes: Tensor, score: Tensor, cls: Tensor, limits: Limits) -> Dete
     Whether a box stays depends only on surer ones that stay, so that a round needs those and its own boxes alone.
     """
     score, order = score.sort(descending=True, stable=True)
-    boxes, cls = boxes[order], cls[order]
+    boxes = boxes[order]
+    cls = cls[order]
     keep = order[:0]
     candidates = min(len(order), MAX_CANDIDATES)
     for start in range(0, candidates, ROUND):

@@ -80,7 +80,9 @@ def gpu_numbers(wanted: str) -> list[int]:
     wanted = wanted.strip().lower()
     have = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not wanted and not have and (problem := _gpu_problem()):
-        raise TrainerError(f"this machine has a GPU that torch cannot use: {problem}", "--device cpu trains without it")
+        raise TrainerError(
+            f"this machine has a GPU that torch cannot use: {problem}", "--device cpu trains without it"
+        )
     if wanted == "cpu" or (not wanted and not have):
         return []
     if wanted in ("", "cuda", "gpu"):
@@ -108,7 +110,9 @@ def gpu_numbers(wanted: str) -> list[int]:
 
 def _gpu_problem() -> str:
     """Return why torch cannot use the GPU that this machine or container has; "" if it has none, or none is visible."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1") or not list(_DEVICES.glob("nvidia[0-9]*")):
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1") or not list(
+        _DEVICES.glob("nvidia[0-9]*")
+    ):
         return ""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -161,7 +165,9 @@ def gpu_of(numbers: Sequence[int], world: World) -> int:
     return numbers[world.local_rank]
 
 
-def thread_count(environment: Mapping[str, str], world: World, device: torch.device, cores: int) -> int | None:
+def thread_count(
+    environment: Mapping[str, str], world: World, device: torch.device, cores: int
+) -> int | None:
     """Return the CPU threads of this process, or None to keep the user's OMP_NUM_THREADS.
 
     With a GPU it is always one: the host only launches kernels, and OpenMP's threads would spin at barriers, waiting
@@ -230,7 +236,9 @@ def backend_of(environment: Mapping[str, str], device: str) -> str:
     wanted = environment.get(BACKEND) or default
     if wanted not in (default, "gloo"):
         known = "gloo" if default == "gloo" else "nccl or gloo"
-        raise TrainerError(f"{BACKEND}={wanted}: not a backend for {device}", f"set it to {known}, or unset it")
+        raise TrainerError(
+            f"{BACKEND}={wanted}: not a backend for {device}", f"set it to {known}, or unset it"
+        )
     return wanted
 
 
@@ -265,7 +273,9 @@ def join(world: World, device: torch.device, timeout: timedelta | None = None) -
 def rendezvous_errors(world: World, device: torch.device, timeout: timedelta | None = None) -> Iterator[None]:
     """Report a slow rendezvous during join() and the first collective; raise TrainerError if it times out."""
     where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-    warning = f"rank {world.rank} has waited {JOIN_WARNING_S:g} s for the others of {world.size} ranks at {where}"
+    warning = (
+        f"rank {world.rank} has waited {JOIN_WARNING_S:g} s for the others of {world.size} ranks at {where}"
+    )
     if device.type == "cuda":
         warning += "; if all have started, peer-to-peer between the GPUs may fail: try NCCL_P2P_DISABLE=1"
     timer = threading.Timer(JOIN_WARNING_S, print, (warning,), {"file": sys.stderr, "flush": True})
@@ -298,7 +308,8 @@ def leave() -> None:
     """
     if not dist.is_initialized():
         return
-    rank, problem = dist.get_rank(), [f"not possible within {LEAVE_LIMIT_S:.0f} s"]
+    rank = dist.get_rank()
+    problem = [f"not possible within {LEAVE_LIMIT_S:.0f} s"]
 
     def destroy() -> None:
         try:
@@ -311,7 +322,11 @@ def leave() -> None:
     leaving.start()
     leaving.join(LEAVE_LIMIT_S)
     if problem:
-        print(f"rank {rank}: exiting without leaving the process group: {problem[0]}", file=sys.stderr, flush=True)
+        print(
+            f"rank {rank}: exiting without leaving the process group: {problem[0]}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def is_distributed() -> bool:
@@ -389,7 +404,8 @@ def connect_store() -> Any:
     if not is_distributed():
         return None
     try:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        address = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
         return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))  # type: ignore[attr-defined]
     except (RuntimeError, OSError, ValueError, KeyError):
         return None

@@ -64,13 +64,15 @@ def find(world: comm.World, texts: int) -> Neighbours:
         return apart(world.size, texts)
     folder = _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
     path = folder / f"trainer-{comm.broadcast(secrets.token_hex(8))}"
-    size, identity = texts * _WIDTH, (str(world.rank), 0, 0)
+    size = texts * _WIDTH
+    identity = (str(world.rank), 0, 0)
     shared = SharedTexts.private(texts)
     try:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(number, 0, size)  # a full /dev/shm is an error here, and a SIGBUS later
-            shared, found = SharedTexts(mmap.mmap(number, size)), os.fstat(number)
+            shared = SharedTexts(mmap.mmap(number, size))
+            found = os.fstat(number)
             identity = (socket.gethostname(), found.st_dev, found.st_ino)
         finally:
             os.close(number)

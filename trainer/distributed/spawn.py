@@ -23,7 +23,15 @@ PEER_GRACE_S = 10.0  # for ranks whose peer has failed, to report it and exit
 STDERR_LINES = 100  # of a failed rank
 IN_A_JOB_GRACE_S = 2 * contract.MAX_GRACE_S  # in a job the agent kills what remains, and it waits less
 PARENT_VARIABLE = "TRAINER_RANK_OF_PARENT"  # set for ranks that must end with their parent
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +145,9 @@ def rank_error(failed: Mapping[int, int], output: Sequence[Line]) -> TrainerErro
     marked = [line.text.removeprefix(mark) for line in output if line.text.startswith(mark)]
     failures = [event for event in map(json.loads, marked) if event["event"] == contract.FAILED]
     causes = [event for event in failures if not event["echo"]]
-    first = min(causes, key=lambda event: (event["exit_code"] != contract.EXIT_BAD_INPUT, event["time"]), default=None)
+    first = min(
+        causes, key=lambda event: (event["exit_code"] != contract.EXIT_BAD_INPUT, event["time"]), default=None
+    )
     if first and first["exit_code"] == contract.EXIT_RUN_ME_AGAIN:
         return TrainerError("a signal stopped the training after a checkpoint", "to continue, pass resume")
     if first and first["exit_code"] == contract.EXIT_BAD_INPUT:
@@ -145,12 +155,15 @@ def rank_error(failed: Mapping[int, int], output: Sequence[Line]) -> TrainerErro
     echoes = {event["rank"] for event in failures}
     # NCCL's watchdog aborts a rank after another one exits.
     ended = min(failed, key=lambda rank: (rank in echoes, failed[rank] == -signal.SIGABRT))
-    rank, code = first["rank"] if first else ended, failed[ended]
+    rank = first["rank"] if first else ended
+    code = failed[ended]
     stderr = [line.text for line in output if line.stderr and line.rank == rank]
     print(*stderr[-STDERR_LINES:], sep="\n", file=sys.stderr)
     if first:
         return TrainerError(first["error"], first["hint"])
-    return TrainerError(f"rank {rank} ended with " + (signal.Signals(-code).name if code < 0 else f"exit {code}"))
+    return TrainerError(
+        f"rank {rank} ended with " + (signal.Signals(-code).name if code < 0 else f"exit {code}")
+    )
 
 
 def free_port() -> int:

@@ -39,6 +39,7 @@ def load(path: str) -> Callback:
     callback = imports.load(path, "--callback")()
     if not isinstance(callback, Callback):
         raise TrainerError(
-            f"--callback {path}: it creates a {type(callback).__name__}", "derive the class from trainer.Callback"
+            f"--callback {path}: it creates a {type(callback).__name__}",
+            "derive the class from trainer.Callback",
         )
     return callback

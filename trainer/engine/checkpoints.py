@@ -17,15 +17,35 @@ from trainer.distributed import comm
 from trainer.errors import TrainerError
 from trainer.weights import checkpoint_file
 
-LAST, PREVIOUS, BEST = checkpoint_file.LAST, checkpoint_file.PREVIOUS, "best.pt"
+LAST = checkpoint_file.LAST
+PREVIOUS = checkpoint_file.PREVIOUS
+BEST = "best.pt"
 # Settings of the machine, which are not taken from the checkpoint.
-_PLACEMENT = {"resume", "device", "parallel", "stages", "micro_batches", "workers", "cache", "project", "name"}
+_PLACEMENT = {
+    "resume",
+    "device",
+    "parallel",
+    "stages",
+    "micro_batches",
+    "workers",
+    "cache",
+    "project",
+    "name",
+}
 _PLACEMENT |= {"exist_ok"}
 # Settings that may differ between the machines of a job.
 _PER_MACHINE = {"data", "cfg", "weights", "device", "workers", "project", "name", "callback"}
 # Settings that may change on resume, because they do not affect the results. `data` may have moved; its fingerprint
 # is checked.
-FREE = _PLACEMENT | {"data", "callback", "patience", "val_period", "save_every", "save_period", "stall_timeout"}
+FREE = _PLACEMENT | {
+    "data",
+    "callback",
+    "patience",
+    "val_period",
+    "save_every",
+    "save_period",
+    "stall_timeout",
+}
 FREE |= {"log_steps", "track", "on_nan", "allow_bad_labels"}
 
 
@@ -90,7 +110,9 @@ def find(path: str, project: str) -> Path:
     if path == "last":
         found = [p for name in (PREVIOUS, LAST) for p in Path(project).glob(f"*/{name}")]
         if not found:
-            raise TrainerError(f"--resume: no {LAST} in any folder of {project}", f"give its path: --resume .../{LAST}")
+            raise TrainerError(
+                f"--resume: no {LAST} in any folder of {project}", f"give its path: --resume .../{LAST}"
+            )
         return max(found, key=lambda path: path.stat().st_mtime).parent
     folder = Path(path)
     if folder.suffix == ".pt":
@@ -118,7 +140,9 @@ def _check_resumable(path: Path) -> None:
         content = checkpoint_file.load(str(path), device="meta")
     if content and not checkpoint_file.is_resumable(content):
         what = f"--resume {path}: it has only weights, without the optimizer's state"
-        raise TrainerError(what, f"resume from {LAST}, or start a new run from these weights: --weights {path}")
+        raise TrainerError(
+            what, f"resume from {LAST}, or start a new run from these weights: --weights {path}"
+        )
 
 
 def settings_of(given: Settings, typed: frozenset[str]) -> Settings:
@@ -132,7 +156,9 @@ def settings_of(given: Settings, typed: frozenset[str]) -> Settings:
     if not found:
         for name in (LAST, PREVIOUS):
             _check_resumable(folder / name)
-        raise TrainerError(f"--resume {folder}: no readable checkpoint", "start without --resume, or from --weights")
+        raise TrainerError(
+            f"--resume {folder}: no readable checkpoint", "start without --resume, or from --weights"
+        )
     saved = found[0][1]["settings"]
     for name in sorted((typed & saved.keys()) - FREE):
         _compare(name, dataclasses.asdict(given)[name], saved[name])
@@ -147,9 +173,13 @@ def check_same(content: Mapping[str, Any], settings: Settings, data: str, cfg: M
             f"--data {settings.data} has other images or labels than when the checkpoint was written",
             "restore them, or start a new run from its weights with --weights",
         )
-    saved, now = dict(content["settings"]), dataclasses.asdict(settings)
+    saved = dict(content["settings"])
+    now = dataclasses.asdict(settings)
     if isinstance(saved.get("hyp"), dict):
-        saved["hyp"] = {**dataclasses.asdict(Hyp()), **saved["hyp"]}  # of a version with fewer hyper-parameters
+        saved["hyp"] = {
+            **dataclasses.asdict(Hyp()),
+            **saved["hyp"],
+        }  # of a version with fewer hyper-parameters
     for name in sorted(saved.keys() & now.keys() - FREE - _PER_MACHINE):
         _compare(name, now[name], saved[name])
     fitted = {"anchors": None}  # the checkpoint's may be fitted to the data set
@@ -203,7 +233,9 @@ def set_aside(folder: Path) -> str:
     if not existing and not best.is_file():
         return ""
     names = (f"before{number if number > 1 else ''}" for number in itertools.count(1))
-    name = next(name for name in names if not any(folder.glob(f"{name}.pt")) and not any(folder.glob(f"{name}-*.pt")))
+    name = next(
+        name for name in names if not any(folder.glob(f"{name}.pt")) and not any(folder.glob(f"{name}-*.pt"))
+    )
     if best.is_file():
         best.replace(folder / f"{name}-{BEST}")
     for path in existing:  # the newer one last, which replaces the other
@@ -243,7 +275,9 @@ def newest_of_all(folder: Path) -> dict[str, Any] | None:
         for line in damaged:
             print(f"warning: {line}; this checkpoint is skipped", file=sys.stderr, flush=True)
     positions = comm.all_gather(progress_of(mine) if mine else ())
-    if not max(positions) and any(comm.all_gather(any((folder / name).exists() for name in (LAST, PREVIOUS)))):
+    if not max(positions) and any(
+        comm.all_gather(any((folder / name).exists() for name in (LAST, PREVIOUS)))
+    ):
         raise TrainerError(
             f"{folder}: its {LAST} and {PREVIOUS} cannot be read, or are not from this trainer",
             "make them readable; to start a new run, move them away",

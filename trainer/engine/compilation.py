@@ -34,7 +34,8 @@ def choose_mode(
     s = settings
     obstacle, hint = _obstacle(s, ranks)
     if not can_compile:
-        obstacle, hint = "the shapes in this detector's loss depend on the labels", "leave --compile out"
+        obstacle = "the shapes in this detector's loss depend on the labels"
+        hint = "leave --compile out"
     if s.compile in MODES:
         if obstacle:
             raise TrainerError(f"--compile {s.compile}: {obstacle}", hint)
@@ -43,7 +44,9 @@ def choose_mode(
     if s.compile == "off" or device.type != "cuda":
         return "", ""
     if not obstacle and steps < PAYS_FROM:
-        obstacle = f"a run of {steps} steps does not repay a minute of compilation; --compile graphs compiles anyway"
+        obstacle = (
+            f"a run of {steps} steps does not repay a minute of compilation; --compile graphs compiles anyway"
+        )
     return ("", f"network and loss are not compiled: {obstacle}") if obstacle else (GRAPHS, "")
 
 
@@ -67,7 +70,9 @@ class Compilation:
 
     def __init__(self, mode: str, settings: Settings, say: Callable[[str], None]) -> None:
         """Compile in torch's `mode`; "" compiles nothing."""
-        self.mode, self._settings, self._say = mode, settings, say
+        self.mode = mode
+        self._settings = settings
+        self._say = say
         self._many_shapes = settings.multi_scale or settings.rect
         self._done: set[int] = set()  # numbers of images of a step on all ranks
 
@@ -90,13 +95,16 @@ class Compilation:
         TrainerError. An error of the compiler on one rank counts for all.
         """
         folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
-        self._say(f"compiling network and loss for steps of {size} images: a minute or more, unless {folder} has them")
+        self._say(
+            f"compiling network and loss for steps of {size} images: a minute or more, unless {folder} has them"
+        )
         if not self._done:
             # Without `dynamic=False`, the second size of the batches would make all kernels dynamic.
             whole.compile_with(self.mode, None if self._many_shapes else False)
             meter.compile()
         self._done.add(size)
-        begin, buffers = time.monotonic(), [buffer.clone() for buffer in whole.buffers()]
+        begin = time.monotonic()
+        buffers = [buffer.clone() for buffer in whole.buffers()]
         accumulated = [(p, p.grad.clone()) for p in whole.parameters() if p.grad is not None]
         problem = ""
         for _ in range(CALLS[self.mode]):
@@ -124,10 +132,16 @@ class Compilation:
             self._say(f"compiled in {time.monotonic() - begin:.0f} s")
 
     def _try(
-        self, whole: NetworkWithLoss, meter: LossMeter, strategy: Strategy, images: torch.Tensor, targets: Targets
+        self,
+        whole: NetworkWithLoss,
+        meter: LossMeter,
+        strategy: Strategy,
+        images: torch.Tensor,
+        targets: Targets,
     ) -> str:
         """Run forward and backward once; return the compiler's error on any rank, "" without one."""
-        problem, loss = "", images
+        problem = ""
+        loss = images
         try:
             _, loss = whole.loss(*strategy.forward(images, targets))
             if not comm.is_distributed():
@@ -137,7 +151,9 @@ class Compilation:
             problem = f"{type(error).__name__}: {_first_line(error)}"
             if isinstance(error, (RuntimeError, MemoryError)) and is_out_of_memory(error):
                 problem = f"{OUT_OF_MEMORY}, of which graphs need more than eager mode"
-        problem = next(filter(None, comm.all_gather(problem)), "")  # before the collectives of the backward pass
+        problem = next(
+            filter(None, comm.all_gather(problem)), ""
+        )  # before the collectives of the backward pass
         if not problem and comm.is_distributed():
             loss.backward()  # type: ignore[no-untyped-call]
         return problem

@@ -38,7 +38,9 @@ class TrainingDisplay:
         rates = TextColumn("{task.fields[losses]}   {task.fields[rate]} images/s   epoch ends in")
         run = TextColumn("run in {task.fields[run]}")
         self._bar = Progress(*columns, rates, TimeRemainingColumn(), run, transient=True)
-        self._task = self._bar.add_task(f"{epoch}/{epochs}", total=steps, losses="loss -", rate="-", run="-:--")
+        self._task = self._bar.add_task(
+            f"{epoch}/{epochs}", total=steps, losses="loss -", rate="-", run="-:--"
+        )
         self._bar.start()
 
     def progress(

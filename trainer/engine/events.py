@@ -23,7 +23,9 @@ class Events:
         self._node = int(node) if node.isdigit() else 0
         self._out = out
         self._last_progress = -math.inf
-        self.listener: Callable[[str, Mapping[str, Any]], None] | None = None  # called with each event, in this process
+        self.listener: Callable[[str, Mapping[str, Any]], None] | None = (
+            None  # called with each event, in this process
+        )
 
     def emit(self, event: str, **fields: Any) -> None:
         """Write one event, on local rank 0 only; any rank writes `failed`."""

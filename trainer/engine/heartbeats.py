@@ -39,13 +39,19 @@ def texts_of(size: int) -> int:
 class Heartbeats:
     """The heartbeats of all ranks, as rank 0 knows them. The clock is the caller's."""
 
-    def __init__(self, rank: int, neighbours: Neighbours, store: Any, beat_s: float, phase: str, now: float) -> None:
+    def __init__(
+        self, rank: int, neighbours: Neighbours, store: Any, beat_s: float, phase: str, now: float
+    ) -> None:
         """All ranks begin in `phase` at `now`. The caller calls `exchange` every `beat_s` seconds."""
-        self._rank, self._store, self._beat_s = rank, store, beat_s
-        self._here, self._texts = neighbours.of(rank), neighbours.texts
+        self._rank = rank
+        self._store = store
+        self._beat_s = beat_s
+        self._here = neighbours.of(rank)
+        self._texts = neighbours.texts
         self._others = [ranks for ranks in neighbours.machines if 0 not in ranks]
         self._size = sum(map(len, neighbours.machines))
-        self._count, self._version = 0, ""
+        self._count = 0
+        self._version = ""
         self._present: set[str] = set()  # keys of the machines whose first heartbeat is in the store
         # rank -> its last heartbeat as text, and the time of arrival. Rank 0 sees all ranks, others their machine's.
         self._seen = {each: (json.dumps([0, phase, 0]), now) for each in range(self._size)}
@@ -74,7 +80,9 @@ class Heartbeats:
         """Return each rank's last heartbeat. If rank 0 publishes nothing, all of them are old."""
         age_s = now - self._published_at
         rows = enumerate(self._known)
-        return {rank: Heartbeat(number, phase, max(silent_s, age_s)) for rank, (number, phase, silent_s) in rows}
+        return {
+            rank: Heartbeat(number, phase, max(silent_s, age_s)) for rank, (number, phase, silent_s) in rows
+        }
 
     def restart(self, now: float) -> None:
         """Let all ranks be alive at `now`: this process was suspended, so what it knows is old."""
@@ -117,4 +125,5 @@ class Heartbeats:
         if version != self._version:
             rows = ",".join(self._texts[index] for index in range(self._size, 2 * self._size))
             self._known = json.loads(f"[{rows}]")
-            self._version, self._published_at = version, now
+            self._version = version
+            self._published_at = now

@@ -34,7 +34,10 @@ from trainer.tasks import Scores
 from trainer.weights import checkpoint_file
 
 MAX_SKIPPED = 3  # batches that --on-nan skip may leave out
-READBACK_EVERY = {"cpu": 1, "cuda": 20}  # steps between two reads of the loss on the host, which synchronize a GPU
+READBACK_EVERY = {
+    "cpu": 1,
+    "cuda": 20,
+}  # steps between two reads of the loss on the host, which synchronize a GPU
 
 
 def train(settings: Settings) -> None:
@@ -56,7 +59,12 @@ def train(settings: Settings) -> None:
         backend = comm.join(world, device)
         training.agree_on_precision()
     parameters = sum(p.numel() for p in training.model.parameters())
-    fields = {"world_size": world.size, "backend": backend or "none", "device": device.type, "parameters": parameters}
+    fields = {
+        "world_size": world.size,
+        "backend": backend or "none",
+        "device": device.type,
+        "parameters": parameters,
+    }
     events.emit(contract.READY, rank=world.rank, **fields)
     store = comm.connect_store()
     near = neighbours.find(world, texts_of(world.size))
@@ -76,7 +84,8 @@ def train(settings: Settings) -> None:
 
 def _make_run_dir(settings: Settings, world: comm.World) -> Path:
     """Return the launcher's folder of each node, else a new one of rank 0; an error stops all ranks."""
-    run_dir, error = None, None
+    run_dir = None
+    error = None
     launched = bool(os.environ.get(contract.RUN_DIR))
     if launched or world.rank == 0:
         try:
@@ -84,7 +93,9 @@ def _make_run_dir(settings: Settings, world: comm.World) -> Path:
                 run_dir = checkpoints.find(settings.resume, settings.project)
                 checkpoint_file.check_writable(run_dir)
             else:
-                run_dir = checkpoint_file.make_run_dir(os.environ, settings.project, settings.name, settings.exist_ok)
+                run_dir = checkpoint_file.make_run_dir(
+                    os.environ, settings.project, settings.name, settings.exist_ok
+                )
         except TrainerError as found:
             error = found
     comm.raise_on_all_ranks(error)
@@ -123,7 +134,9 @@ class TrainLoop:
     """Runs the epochs of one training and keeps its checkpoints."""
 
     def __init__(self, training: Trainer, run_dir: Path, signals: StopSignals, watchdog: Watchdog) -> None:
-        self.training, self.signals, self.watchdog = training, signals, watchdog
+        self.training = training
+        self.signals = signals
+        self.watchdog = watchdog
         self.run_dir = run_dir
         self.results = results.Results(run_dir)
         self.saved = time.monotonic(), -1  # time of the last checkpoint and number of its steps
@@ -131,14 +144,20 @@ class TrainLoop:
 
     def begin(self) -> None:
         """Start the run, or resume it from a checkpoint."""
-        training, s = self.training, self.training.settings
+        training = self.training
+        s = self.training.settings
         checkpoints.check_same_everywhere(s)
         self.data = _check_same_data(training)
-        resumes = bool(s.resume) or os.environ.get(contract.ATTEMPT, "1") not in ("", "0", "1")  # a launcher restarts
+        resumes = bool(s.resume) or os.environ.get(contract.ATTEMPT, "1") not in (
+            "",
+            "0",
+            "1",
+        )  # a launcher restarts
         self._take_folder(resumes)
         content = self._checkpoint() if resumes else None
         training.start(resuming=bool(content))
-        threads, folders = max(1, comm.usable_cores() // training.world.local_size), image_folders(s.data)
+        threads = max(1, comm.usable_cores() // training.world.local_size)
+        folders = image_folders(s.data)
         say = training.display.print
         training.train_loader.cache(s.cache, folders, training.world, comm.all_gather, threads, say)
         if self.writes:
@@ -151,9 +170,12 @@ class TrainLoop:
             checkpoints.share_best(self.run_dir / checkpoints.BEST, best_epoch, self.writes)
             step = f"step {training.state.step} of {training.train_loader.steps}"
             training.display.print(f"resuming in epoch {training.state.epoch + 1} after {step}")
-            before, now = len(content["ranks"]), training.strategy.share[1]
+            before = len(content["ranks"])
+            now = training.strategy.share[1]
             if before != now:
-                training.display.print(f"the checkpoint is of a training on {before} ranks, this one has {now}")
+                training.display.print(
+                    f"the checkpoint is of a training on {before} ranks, this one has {now}"
+                )
         if self.writes:
             self.results.write_table()
             checkpoints.discard_after(self.run_dir / "steps.csv", training.logged_steps)
@@ -173,7 +195,8 @@ class TrainLoop:
 
     def _open_tracker(self) -> None:
         """Start or continue the run of --track on rank 0. Raise TrainerError on all ranks. A collective."""
-        training, s = self.training, self.training.settings
+        training = self.training
+        s = self.training.settings
         kind, run_id = training.state.tracker
         problem = None
         if training.world.rank == 0:
@@ -183,12 +206,18 @@ class TrainLoop:
             except TrainerError as error:
                 problem = error
         comm.raise_on_all_ranks(problem)
-        training.state.tracker = s.track, comm.broadcast(self.results.tracker.id if self.results.tracker else "")
+        training.state.tracker = (
+            s.track,
+            comm.broadcast(self.results.tracker.id if self.results.tracker else ""),
+        )
 
     def _take_folder(self, resumes: bool) -> None:
         """Create the folder, choose its writer, and rename the checkpoints of an earlier run in it. A collective."""
-        training, s, folder = self.training, self.training.settings, self.run_dir
-        world, existed = training.world, folder.exists()
+        training = self.training
+        s = self.training.settings
+        folder = self.run_dir
+        world = training.world
+        existed = folder.exists()
         comm.barrier()  # another node with the same disk must not find the folder in `existed`
         if comm.is_distributed() and world.local_rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -206,7 +235,8 @@ class TrainLoop:
 
     def _checkpoint(self) -> dict[str, Any] | None:
         """Return the newest checkpoint of the run's folder, else of --resume. A collective."""
-        training, s = self.training, self.training.settings
+        training = self.training
+        s = self.training.settings
         content = checkpoints.newest_of_all(self.run_dir)
         if not content and s.resume:  # each job of a launcher has its own folder
             content = checkpoints.newest_of_all(Path(s.resume))
@@ -218,12 +248,15 @@ class TrainLoop:
         if content:
             checkpoints.check_same(content, s, self.data, training.task.cfg)
         else:
-            training.display.print(f"attempt {os.environ[contract.ATTEMPT]}: no checkpoint yet, starting from epoch 1")
+            training.display.print(
+                f"attempt {os.environ[contract.ATTEMPT]}: no checkpoint yet, starting from epoch 1"
+            )
         return content
 
     def run_epochs(self) -> None:
         """Train until the last epoch, or until early stopping (--patience)."""
-        training, s = self.training, self.training.settings
+        training = self.training
+        s = self.training.settings
         while training.state.epoch < s.epochs and not self._stops_early():
             try:
                 scores, losses, rate = self._epoch()
@@ -236,8 +269,11 @@ class TrainLoop:
             if scores and is_best:
                 if self.results.logger:
                     self.results.logger.best(training.evaluator.metric, scores)
-                training.state.best, training.state.best_epoch = scores.fitness, training.state.epoch
-                training.state.best_scores = {k: v for k, v in scores.columns().items() if k in training.task.headlines}
+                training.state.best = scores.fitness
+                training.state.best_epoch = training.state.epoch
+                training.state.best_scores = {
+                    k: v for k, v in scores.columns().items() if k in training.task.headlines
+                }
             if scores:
                 training.train_loader.sampler.class_map = scores.by_class(training.task.names)
             results.report(self.results, training, losses, scores, shares)
@@ -251,11 +287,14 @@ class TrainLoop:
 
     def _stops_early(self) -> bool:
         """Return whether the score has not improved for --patience epochs."""
-        state, s = self.training.state, self.training.settings
+        state = self.training.state
+        s = self.training.settings
         is_scored = not s.noval and state.epoch and not state.step and state.epoch % s.val_period == 0
         if not (s.patience and is_scored and state.epoch - 1 - state.best_epoch >= s.patience):
             return False
-        text = f"no better score for {s.patience} epochs (--patience): the best was epoch {state.best_epoch + 1}"
+        text = (
+            f"no better score for {s.patience} epochs (--patience): the best was epoch {state.best_epoch + 1}"
+        )
         self.training.display.print(text)
         return True
 
@@ -284,10 +323,14 @@ class TrainLoop:
 
     def _train_epoch(self) -> tuple[Tensor, float]:
         training = self.training
-        state, steps = training.state, training.train_loader.steps
+        state = training.state
+        steps = training.train_loader.steps
         training.local_model.train()
         training.display.begin_epoch(state.epoch + 1, training.settings.epochs, steps)
-        begin, images, stopping, saving = time.perf_counter(), state.images, False, False
+        begin = time.perf_counter()
+        images = state.images
+        stopping = False
+        saving = False
         for batch in self._batches():
             if training.global_step in state.skipped:
                 state.step += 1
@@ -296,13 +339,18 @@ class TrainLoop:
                 self.results.logger.first_batch(batch)
             count, height, width = batch.images.shape[:3]
             with self._memory_errors(f"with {count} images of {width} x {height} px"):
-                result = training.step(batch, bool(self.signals.received), self._is_save_due(training.global_step))
+                result = training.step(
+                    batch, bool(self.signals.received), self._is_save_due(training.global_step)
+                )
             self.watchdog.step(training.global_step)
             if self._is_readback_step():
                 training.meter.check_finite()
             self._log(training.meter.reduced_step + 1, training.meter.reduced)
-            stopping, saving = stopping or result.stop, saving or result.save
-            saving = saving and not (state.step == steps and training.has_validation)  # then saved before it anyway
+            stopping = stopping or result.stop
+            saving = saving or result.save
+            saving = saving and not (
+                state.step == steps and training.has_validation
+            )  # then saved before it anyway
             if (stopping or saving) and result.updated:  # a checkpoint holds no accumulated gradients
                 self._save()
                 self._stop_if(stopping)
@@ -311,7 +359,9 @@ class TrainLoop:
         with training.timer.spending("sync"):
             last = training.meter.reduce_last()
         self._log(training.meter.last_step + 1, last)
-        return (training.meter.sums + last) / steps, (state.images - images) / max(time.perf_counter() - begin, 1e-9)
+        return (training.meter.sums + last) / steps, (state.images - images) / max(
+            time.perf_counter() - begin, 1e-9
+        )
 
     def _batches(self) -> Iterator[TrainBatch]:
         batches = self.training.timer.waiting(self.training.batches())
@@ -344,7 +394,8 @@ class TrainLoop:
 
     def _is_readback_step(self) -> bool:
         """Return whether the host reads the loss of the epoch's step."""
-        step, every = self.training.state.step, READBACK_EVERY[self.training.device.type]
+        step = self.training.state.step
+        every = READBACK_EVERY[self.training.device.type]
         return step % every == 1 % every or step == self.training.train_loader.steps
 
     def _log(self, number: int, terms: Tensor) -> None:
@@ -355,10 +406,12 @@ class TrainLoop:
             results.write_step(self.run_dir / "steps.csv", training.task.terms, number, terms.tolist())
 
     def _report_progress(self, seconds: float, images: int) -> None:
-        training, state = self.training, self.training.state
+        training = self.training
+        state = self.training.state
         if not self._is_readback_step() or state.step < 2:  # a step's loss is reduced with the next step
             return
-        steps, epochs = training.train_loader.steps, training.settings.epochs
+        steps = training.train_loader.steps
+        epochs = training.settings.epochs
         step_s = seconds * training.settings.batch / max(images, 1)
         epoch_ends_in_s = (steps - state.step) * step_s
         # The last epoch's time includes its validation.
@@ -411,7 +464,9 @@ class TrainLoop:
         if training.settings.on_nan == "stop":
             raise TrainerError(message, hint)
         if self.last is None or len(training.state.skipped) >= MAX_SKIPPED:
-            raise TrainerError(message + f"; {len(training.state.skipped)} batches were already left out", hint)
+            raise TrainerError(
+                message + f"; {len(training.state.skipped)} batches were already left out", hint
+            )
         skipped = (*training.state.skipped, global_step)
         training.load_state_dict(self.last)
         self.results.history = list(self.last["history"])

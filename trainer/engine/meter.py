@@ -22,20 +22,26 @@ class LossMeter:
 
     def __init__(self, terms: int, rank: int, device: torch.device) -> None:
         """Start a meter of `terms` loss terms."""
-        self.rank, self.device = rank, device
+        self.rank = rank
+        self.device = device
         self.terms = torch.zeros(terms, device=device)  # of this rank in the last step; the step sets it
         self.last_step = NONE  # the step of `terms`
-        self.reduced = torch.zeros(terms, dtype=torch.float64, device=device)  # of all ranks, in `reduced_step`
+        self.reduced = torch.zeros(
+            terms, dtype=torch.float64, device=device
+        )  # of all ranks, in `reduced_step`
         self.reduced_step = NONE
         self.sums = torch.zeros_like(self.reduced)  # of the epoch's reduced steps
-        self._first_bad = torch.full((), NONE, device=device)  # this epoch's first step with a non-finite value
+        self._first_bad = torch.full(
+            (), NONE, device=device
+        )  # this epoch's first step with a non-finite value
         self._work: Any = None
         self._account: Callable[..., None] = _account
         self._read: Callable[[], list[float]] | None = None
 
     def start_sum(self, stop: bool, save: bool) -> None:
         """Start to add up the last step's terms and the requests of all ranks. A collective."""
-        self.reduced, self.reduced_step = self.terms.double(), self.last_step
+        self.reduced = self.terms.double()
+        self.reduced_step = self.last_step
         if comm.is_distributed():
             requests = torch.tensor([float(stop), float(save)], dtype=torch.float64)
             self.reduced = torch.cat((self.reduced, send(requests, self.device)))

@@ -81,7 +81,8 @@ class Schedule:
 
         The momentum falls by 0.1 and rises again. The constants are torch's, from OneCycleLR.
         """
-        hyp, last = self.hyp, max(1, self.epochs * self.steps - 1)
+        hyp = self.hyp
+        last = max(1, self.epochs * self.steps - 1)
         peak = max(0.3 * (last + 1) - 1, 1e-9)
         x = step / peak if step <= peak else (step - peak) / max(last - peak, 1e-9)
         start, end = (1 / 25, 1.0) if step <= peak else (1.0, 1 / 25e4)
@@ -115,7 +116,9 @@ def too_few_steps(schedule: Schedule, *, has_weights: bool) -> str:
     return ""
 
 
-def build_optimizer(model: nn.Module, name: str, hyp: Hyp, batch: int, groups: Sequence[Sequence[str]]) -> Optimizer:
+def build_optimizer(
+    model: nn.Module, name: str, hyp: Hyp, batch: int, groups: Sequence[Sequence[str]]
+) -> Optimizer:
     """Create SGD (nesterov), MuSGD, Adam or AdamW over the groups of parameter names that `parameter_groups` returns.
 
     Only weights other than those of norms decay, by `weight_decay` times the images per optimizer step over the
@@ -157,7 +160,9 @@ def parameter_groups(model: nn.Module, backbone: str = "") -> list[list[str]]:
     for path, module in model.named_modules():
         for key, _ in module.named_parameters(recurse=False):
             name = f"{path}.{key}" if path else key
-            kind = KINDS.index("biases" if key == "bias" else "scales" if isinstance(module, norms) else "weights")
+            kind = KINDS.index(
+                "biases" if key == "bias" else "scales" if isinstance(module, norms) else "weights"
+            )
             groups[kind + len(KINDS) * (bool(backbone) and name.startswith(backbone))].append(name)
     return groups
 

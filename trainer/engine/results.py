@@ -36,7 +36,9 @@ def write_table(rows: Sequence[Mapping[str, float]], path: Path) -> None:
 def write_options(path: Path, settings: Settings) -> None:
     """Write the value of each option and hyper-parameter of a run, defaults included, as YAML."""
     values = dataclasses.asdict(settings)
-    values["hyp"] = {key: value for key, value in values["hyp"].items() if value is not None}  # as --hyp reads it
+    values["hyp"] = {
+        key: value for key, value in values["hyp"].items() if value is not None
+    }  # as --hyp reads it
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     checkpoint_file.write_bytes(
         path, f"# All options of this run. To reuse hyp, save its keys as a file for --hyp.\n{text}".encode()
@@ -65,7 +67,8 @@ def report(
     shares: list[dict[str, float]],
 ) -> None:
     """Report a finished epoch: `losses` are its means, `shares` each rank's times as fractions."""
-    epoch, first = training.state.epoch, shares[0]
+    epoch = training.state.epoch
+    first = shares[0]
     found = scores.columns() if scores else dict.fromkeys(training.task.columns, math.nan)
     named = dict(zip((f"{t}_loss" for t in training.task.terms), losses, strict=True))
     row: dict[str, float] = {
@@ -94,7 +97,11 @@ def report(
         **({} if slow is None else {"slowest_rank": slow}),
     )
     spent = "  ".join(f"{k} {first[k]:.0%}" for k in SHARES)
-    scored = "".join(f"{title} {found[key]:.3f}  " for key, title in training.task.headlines.items()) if scores else ""
+    scored = (
+        "".join(f"{title} {found[key]:.3f}  " for key, title in training.task.headlines.items())
+        if scores
+        else ""
+    )
     slowest = "" if slow is None else f"  slowest rank {slow}"
     done = f"epoch {epoch + 1}/{training.settings.epochs}"
     speed = f"{first['images_per_s']:.0f} images/s"

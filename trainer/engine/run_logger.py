@@ -21,7 +21,8 @@ class RunLogger:
         """Open the event file; `epoch` (from 1) is the first of this process, whose older events are discarded."""
         from torch.utils.tensorboard import SummaryWriter  # slow import
 
-        self._folder, self._task = folder, task
+        self._folder = folder
+        self._task = task
         if epoch == 1:  # event files of an earlier run (--exist-ok)
             for old in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
                 old.unlink()
@@ -45,7 +46,9 @@ class RunLogger:
 
     def epoch(self, epoch: int, row: dict[str, float], shown: Sequence[Any]) -> None:
         """Log an epoch (from 1): its row of results.csv, and at epochs 1, 2, 4, 8, ... its predictions."""
-        values = {self._tag(name): value for name, value in row.items() if name != "epoch" and not math.isnan(value)}
+        values = {
+            self._tag(name): value for name, value in row.items() if name != "epoch" and not math.isnan(value)
+        }
         for tag, value in values.items():
             self._events.add_scalar(tag, value, epoch)
         self._shown = shown

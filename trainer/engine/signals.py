@@ -25,7 +25,9 @@ class Stopped(Exception):
     ) -> None:
         """`when` follows "stopped by SIGTERM". `hint` is what to do next, or ""."""
         self.signal = signal.Signals(by)
-        self.when, self.hint, self.exit_code = when, hint, exit_code
+        self.when = when
+        self.hint = hint
+        self.exit_code = exit_code
         super().__init__(self.signal.name)
 
 

@@ -35,8 +35,13 @@ class TrainStep:
         timer: StepTimer,
         seed: int,
     ) -> None:
-        self._task, self._strategy, self._whole, self._seed = task, strategy, whole, seed
-        self._update, self._meter, self._timer = update, meter, timer
+        self._task = task
+        self._strategy = strategy
+        self._whole = whole
+        self._seed = seed
+        self._update = update
+        self._meter = meter
+        self._timer = timer
 
     def __call__(
         self,

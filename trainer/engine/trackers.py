@@ -35,10 +35,13 @@ class _MLflow:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         import mlflow
 
-        self._client, self._api = mlflow.MlflowClient(), mlflow.entities
+        self._client = mlflow.MlflowClient()
+        self._api = mlflow.entities
         if run_id:
             self._client.update_run(run_id, status="RUNNING")
-            self.logged = max((metric.step for metric in self._client.get_metric_history(run_id, "lr")), default=0)
+            self.logged = max(
+                (metric.step for metric in self._client.get_metric_history(run_id, "lr")), default=0
+            )
         else:
             experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT
             found = self._client.get_experiment_by_name(experiment)
@@ -146,10 +149,14 @@ class Tracker:
             for row in rows:
                 epoch = int(row["epoch"])
                 if epoch > self._logged:
-                    self._client.log(epoch, {k: v for k, v in row.items() if k != "epoch" and math.isfinite(v)})
+                    self._client.log(
+                        epoch, {k: v for k, v in row.items() if k != "epoch" and math.isfinite(v)}
+                    )
                     self._logged = epoch
         except Exception as error:  # a training must not end because of its tracker
-            return f"--track {self.kind}: epoch {epoch} not logged, next attempt after the next epoch: {error}"
+            return (
+                f"--track {self.kind}: epoch {epoch} not logged, next attempt after the next epoch: {error}"
+            )
         return ""
 
     def finish(self, rows: Sequence[Row]) -> str:

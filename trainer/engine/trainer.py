@@ -52,7 +52,10 @@ class Trainer:
 
     def __init__(self, settings: Settings, world: comm.World, device: torch.device, events: Events) -> None:
         """Check all that needs no other rank; write nothing."""
-        self.settings, self.world, self.device, self.events = settings, world, device, events
+        self.settings = settings
+        self.world = world
+        self.device = device
+        self.events = events
         self.display = TrainingDisplay(enabled=world.rank == 0, launched=events.launched)
         s = settings
         self.strategy: Strategy = traits_of(s.parallel).load()(s, world, device)
@@ -100,7 +103,9 @@ class Trainer:
 
     def _check_batch_norm(self) -> None:
         """Raise TrainerError if batch norm can get a single value per channel on a rank, which has no variance."""
-        s, ranks, side = self.settings, self.world.size, self.train_loader.sampler.sides[0]
+        s = self.settings
+        ranks = self.world.size
+        side = self.train_loader.sampler.sides[0]
         normalises = any(isinstance(m, nn.BatchNorm2d) for m in self.model.modules())
         cells = -(-side // (self.task.norm_stride or self.task.stride))  # of an image, on a side
         if normalises and cells * self.train_loader.fewest_images == 1 and not (s.sync_bn and ranks > 1):
@@ -123,7 +128,8 @@ class Trainer:
 
     def start(self, resuming: bool = False) -> None:
         """Place the model on the device by the strategy, and create the optimizer; a resumed run keeps its anchors."""
-        s, task = self.settings, self.task
+        s = self.settings
+        task = self.task
         if not s.noautoanchor and not resuming and (report := task.fit(self.model)):
             self.display.print(report)
         self.model.to(device=self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -133,7 +139,11 @@ class Trainer:
         self._whole = NetworkWithLoss(self.model, criterion, self.autocast)
         share = len(task.train_set) // self.train_loader.steps // self.strategy.share[1]
         conditions = Conditions(
-            self.timer, task.least_side, task.stride, always_syncs=self.schedule.accumulate == 1, min_share=share
+            self.timer,
+            task.least_side,
+            task.stride,
+            always_syncs=self.schedule.accumulate == 1,
+            min_share=share,
         )
         self.strategy.setup(self._whole, ema_copy(self.model), conditions)
         if self.strategy.summary:
@@ -144,13 +154,17 @@ class Trainer:
         in_graphs = self.compilation.mode == GRAPHS
         self.update = WeightUpdate(s, self.schedule, self.strategy, groups, self.dtype, in_graphs=in_graphs)
         self.meter = LossMeter(len(task.terms), self.world.rank, self.device)
-        self.train_step = TrainStep(task, self.strategy, self._whole, self.update, self.meter, self.timer, s.seed)
+        self.train_step = TrainStep(
+            task, self.strategy, self._whole, self.update, self.meter, self.timer, s.seed
+        )
         self._prepare_targets()
         self._prepare_loss()
 
     def _prepare_targets(self) -> None:
         """Let the dataloader make the targets of the loss, for the anchors that the model has now."""
-        pads = self.device.type != "cpu" or bool(self.compilation.mode)  # on a CPU, rows that pad only cost time
+        pads = self.device.type != "cpu" or bool(
+            self.compilation.mode
+        )  # on a CPU, rows that pad only cost time
         self.task.prepare_targets(self.train_loader, self.model, pads=pads)
 
     def _prepare_loss(self) -> None:
@@ -186,13 +200,17 @@ class Trainer:
         if self.compilation.is_due(batch.global_size):
             moved = self.task.move(batch, self.device)
             self.compilation.run(self._whole, self.meter, self.strategy, *moved, batch.global_size)
-        number, left = self.global_step, self.train_loader.steps - self.state.step - 1
+        number = self.global_step
+        left = self.train_loader.steps - self.state.step - 1
         to_skip = sum(number < skipped <= number + left for skipped in self.state.skipped)
         return self.train_step(batch, self.state, number, is_last=left == to_skip, stop=stop, save=save)
 
     def begin_epoch(self) -> None:
         """Advance to the next epoch."""
-        self.state.epoch, self.state.step, self.state.images, self.state.averaged = self.state.epoch + 1, 0, 0, False
+        self.state.epoch = self.state.epoch + 1
+        self.state.step = 0
+        self.state.images = 0
+        self.state.averaged = False
         if self.state.epoch == self.settings.unfreeze:
             self._unfreeze()
         self.meter.begin_epoch()
@@ -224,7 +242,8 @@ class Trainer:
     @property
     def has_validation(self) -> bool:
         """Whether the current epoch ends with a validation."""
-        s, done = self.settings, self.state.epoch + 1
+        s = self.settings
+        done = self.state.epoch + 1
         return not s.noval and (done % s.val_period == 0 or done == s.epochs)
 
     def validate(self, batches: Iterable[Any]) -> Scores:
@@ -243,7 +262,9 @@ class Trainer:
         if bad:
             raise NotFinite(min(bad))
         stages = self.strategy.stages
-        shares = [merge_stages(ranks[k : k + stages], self._state_names) for k in range(0, len(ranks), stages)]
+        shares = [
+            merge_stages(ranks[k : k + stages], self._state_names) for k in range(0, len(ranks), stages)
+        ]
         return {
             "format": checkpoint_file.FORMAT,
             **self.update.state_dict(self.strategy, self._state_names),
@@ -283,7 +304,9 @@ class Trainer:
             for name, tensor in statistics_of(model).items():
                 values = [rank["statistics"][k][order[name]] for rank in ranks]
                 tensor.copy_(values[number] if is_same_count else torch.stack(values).mean(0))
-        pending = ranks[number]["pending"] if is_same_count else sum(rank["pending"] for rank in ranks) / shares
+        pending = (
+            ranks[number]["pending"] if is_same_count else sum(rank["pending"] for rank in ranks) / shares
+        )
         if not self.strategy.computes_loss:
             pending = torch.zeros_like(pending)
         earlier = range(self.global_step - 1, -1, -1)

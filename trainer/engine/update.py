@@ -33,7 +33,9 @@ class WeightUpdate:
         `groups` are the parameters of the whole model, `dtype` is that of the network's computation. `in_graphs`:
         CUDA graphs make the gradients, and overwrite them in the next step.
         """
-        self.schedule, self.groups, self.model = schedule, groups, strategy.module
+        self.schedule = schedule
+        self.groups = groups
+        self.model = strategy.module
         # Grouped by the layers of the whole model: a traced pipeline stage has lost some layer types.
         local = set(dict(self.model.named_parameters()))
         self.local_groups = [[name for name in group if name in local] for group in groups]

@@ -72,9 +72,13 @@ class Watchdog:
 
         `store` is the process group's, and `near` the ranks that share memory, by default none.
         """
-        self._world, self._stall_s, self._events = world, stall_s, events
+        self._world = world
+        self._stall_s = stall_s
+        self._events = events
         self._beat_s = min(BEAT_S, stall_s / 4) if stall_s else BEAT_S
-        self._phase, self._number, self._since = START, 0, time.monotonic()
+        self._phase = START
+        self._number = 0
+        self._since = time.monotonic()
         self._store = store
         self._end = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -97,7 +101,9 @@ class Watchdog:
 
     def step(self, number: int) -> None:
         """Record that `number` steps of the run are finished."""
-        self._number, self._since, self._phase = number, time.monotonic(), STEP
+        self._number = number
+        self._since = time.monotonic()
+        self._phase = STEP
 
     def progress(self) -> None:
         """Record progress other than a step, such as a batch of a validation."""
@@ -106,11 +112,14 @@ class Watchdog:
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Set the phase of this rank inside the context."""
-        before, self._phase, self._since = self._phase, phase, time.monotonic()
+        before = self._phase
+        self._phase = phase
+        self._since = time.monotonic()
         try:
             yield
         finally:
-            self._phase, self._since = before, time.monotonic()
+            self._phase = before
+            self._since = time.monotonic()
 
     def _watch(self) -> None:
         reported = -1.0  # start of the stall that was reported last
@@ -120,7 +129,9 @@ class Watchdog:
             if slept_s > 3 * self._beat_s:  # this process was stopped, so its data are stale
                 self._since = last
                 self._heartbeats.restart(last)
-            phase, number, since = self._phase, self._number, self._since
+            phase = self._phase
+            number = self._number
+            since = self._since
             idle_s = last - since
             self._events.emit(contract.HEARTBEAT, phase=phase, step=number, idle_s=idle_s)
             if not self._stall_s or idle_s <= self._stall_s:
@@ -144,6 +155,8 @@ class Watchdog:
     def _exit(self, idle_s: float, cause: str) -> None:
         """Exit at once: the main thread is blocked in a collective, which no exception interrupts."""
         error = f"rank {self._world.rank} exits after {idle_s:.0f} s without a step: {cause}"
-        self._events.emit(contract.FAILED, rank=self._world.rank, error=error, hint=HINT, exit_code=1, echo=True)
+        self._events.emit(
+            contract.FAILED, rank=self._world.rank, error=error, hint=HINT, exit_code=1, echo=True
+        )
         print(f"error: {error}\nhint: {HINT}", file=sys.stderr, flush=True)
         os._exit(1)

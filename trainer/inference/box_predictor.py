@@ -28,19 +28,23 @@ class BoxPredictor(Predictor):
     ) -> None:
         super().__init__(content, weights, device, dtype, cfg)
         trained = build_trained(content, weights, cfg)
-        self._parts, self.stride = trained.parts, trained.stride
+        self._parts = trained.parts
+        self.stride = trained.stride
         self._detector = Detector(trained.model, trained.parts, device, dtype, Limits())
 
     def __call__(self, frame: Frame, imgsz: int, limits: Limits) -> Prediction:
         """Find boxes."""
         self._detector.limits = limits
         found = detect_in(self._detector, frame.image, imgsz, self._parts)
-        scores, boxes = found.scores.numpy(), found.boxes.numpy()
+        scores = found.scores.numpy()
+        boxes = found.boxes.numpy()
         return self.prediction(frame, found.classes.numpy(), scores=scores, boxes=boxes)
 
     def entries(self, found: Prediction) -> dict[str, Any]:
         """Return the boxes."""
-        rows = zip(found.boxes.tolist(), found.scores.tolist(), found.classes.tolist(), found.names, strict=True)
+        rows = zip(
+            found.boxes.tolist(), found.scores.tolist(), found.classes.tolist(), found.names, strict=True
+        )
         boxes = [
             {"class": c, "name": name, "score": round(score, 6), "xyxy": [round(v, 2) for v in box]}
             for box, score, c, name in rows

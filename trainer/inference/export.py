@@ -26,8 +26,12 @@ from trainer.inference.trained import load_trained
 from trainer.models.yolo import fuse
 from trainer.weights import checkpoint_file, download
 
-NEEDED: dict[str, tuple[str, ...]] = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "torchscript": ()}  # packages
-INPUT, OUTPUTS = "images", ("boxes", "scores")
+NEEDED: dict[str, tuple[str, ...]] = {
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "torchscript": (),
+}  # packages
+INPUT = "images"
+OUTPUTS = ("boxes", "scores")
 BOX_TOLERANCE = 1e-4  # of the image's side
 SCORE_TOLERANCE = 1e-3
 
@@ -55,7 +59,8 @@ class Decoded(nn.Module):
 
     def __init__(self, model: nn.Module, decode: Callable[[Any, Any], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
-        self.model, self._decode = model, decode
+        self.model = model
+        self._decode = decode
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return all candidates before thresholds and NMS."""
@@ -63,7 +68,15 @@ class Decoded(nn.Module):
 
 
 def export(
-    weights: str, kind: str, *, imgsz: int | None, batch: int, dynamic: bool, image: str, out: str, cfg: str = ""
+    weights: str,
+    kind: str,
+    *,
+    imgsz: int | None,
+    batch: int,
+    dynamic: bool,
+    image: str,
+    out: str,
+    cfg: str = "",
 ) -> Exported:
     """Export the fused EMA model of a checkpoint, and compare the file's outputs with the model's.
 
@@ -81,9 +94,12 @@ def export(
         raise TrainerError(f"--batch must be 1 or more, not {batch}")
     trained = load_trained(weights, cfg)
     if not trained.parts.decode:
-        raise TrainerError(f"{weights}: models of this family cannot be exported", "use trainer predict or val")
+        raise TrainerError(
+            f"{weights}: models of this family cannot be exported", "use trainer predict or val"
+        )
     any_size = dynamic and trained.parts.exports_any_size
-    side, stride = trained.imgsz if imgsz is None else imgsz, trained.stride
+    side = trained.imgsz if imgsz is None else imgsz
+    stride = trained.stride
     check_imgsz(side, stride)
     file = download.locate(weights)
     if str(file) != weights.partition("#")[0]:
@@ -114,8 +130,12 @@ def export(
                 )
             temporary.replace(path)
     except OSError as error:
-        raise TrainerError(f"{path}: cannot be written: {error.strerror}", "use another path with --out") from error
-    return Exported(path, len(trained.names), (batch, 3, side, side), box, score, any_batch=dynamic, any_size=any_size)
+        raise TrainerError(
+            f"{path}: cannot be written: {error.strerror}", "use another path with --out"
+        ) from error
+    return Exported(
+        path, len(trained.names), (batch, 3, side, side), box, score, any_batch=dynamic, any_size=any_size
+    )
 
 
 def _check_replaceable(path: Path, image: str) -> None:
@@ -137,7 +157,9 @@ def _images(image: str, side: int) -> Any:
     if image:
         read = cv2.imread(image) if Path(image).is_file() else None
         if read is None:
-            raise TrainerError(f"--image {image}: not a readable image", "use the path of a .jpg or .png file")
+            raise TrainerError(
+                f"--image {image}: not a readable image", "use the path of a .jpg or .png file"
+            )
         pixels = cv2.cvtColor(read, cv2.COLOR_BGR2RGB).astype(np.uint8, copy=False)
     else:
         pixels = open_dataset(DIGITS, "val", imgsz=side).image(0)
@@ -171,7 +193,9 @@ def _most_alike(boxes: Any, scores: Any, other_boxes: Any, other_scores: Any) ->
     return linear_sum_assignment(cdist(rows, others))[1]
 
 
-def _onnx(model: Decoded, images: Tensor, path: Path, metadata: dict[str, str], any_batch: bool, stride: int) -> Run:
+def _onnx(
+    model: Decoded, images: Tensor, path: Path, metadata: dict[str, str], any_batch: bool, stride: int
+) -> Run:
     """Write an ONNX file. With a `stride`, the sides of the images may be any multiples of it (0: only those)."""
     import onnx
     import onnxruntime
@@ -180,7 +204,9 @@ def _onnx(model: Decoded, images: Tensor, path: Path, metadata: dict[str, str], 
     if any_batch:
         sizes = {0: torch.export.Dim("batch", min=1, max=4096)}
         if stride:
-            rows, columns = (torch.export.Dim(name, min=2, max=4096 // stride) for name in ("rows", "columns"))
+            rows, columns = (
+                torch.export.Dim(name, min=2, max=4096 // stride) for name in ("rows", "columns")
+            )
             sizes |= {2: stride * rows, 3: stride * columns}
         shapes = (sizes,)
         images = images.repeat(2, 1, 1, 1)  # the exporter would specialize a batch of one

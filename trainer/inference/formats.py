@@ -20,7 +20,9 @@ from trainer.metrics.curves import Bools, Floats, Ints
 from trainer.weights.checkpoint_file import write_bytes
 
 
-def write_labels(path: Path, boxes: Any, scores: Any, classes: Any, size: tuple[int, int], with_score: bool) -> None:
+def write_labels(
+    path: Path, boxes: Any, scores: Any, classes: Any, size: tuple[int, int], with_score: bool
+) -> None:
     """Write lines `class cx cy w h [score]` in fractions of the image's `size` (height, width)."""
     height, width = size
     lines = []
@@ -69,7 +71,13 @@ class CocoTruth:
                 file = PurePath(entry["file_name"])
                 self._images.setdefault(file.name, []).append((file, entry["id"]))
             annotations = [
-                (entry["image_id"], entry["category_id"], *entry["bbox"], entry.get("iscrowd", 0), entry["area"])
+                (
+                    entry["image_id"],
+                    entry["category_id"],
+                    *entry["bbox"],
+                    entry.get("iscrowd", 0),
+                    entry["area"],
+                )
                 for entry in content["annotations"]
             ]
         except OSError as error:
@@ -102,7 +110,9 @@ class CocoTruth:
             found = [(file, number) for file, number in found if len(file.parts) == longest]
         if len(found) != 1:
             what = f"it has {'no' if not found else 'more than one'} image {path.name} for {image}"
-            raise TrainerError(f"--annotations {self._path}: {what}", "`file_name` must be the end of the image's path")
+            raise TrainerError(
+                f"--annotations {self._path}: {what}", "`file_name` must be the end of the image's path"
+            )
         return found[0][1]
 
     def check_images(self, images: Sequence[str]) -> None:
@@ -132,17 +142,22 @@ def image_ids(images: Sequence[str]) -> list[int | str]:
         return ids
     top = os.path.commonpath([os.path.dirname(image) for image in images])  # noqa: PTH120
     return [
-        own if counts[own] == 1 else os.path.relpath(image, top or ".") for own, image in zip(ids, images, strict=True)
+        own if counts[own] == 1 else os.path.relpath(image, top or ".")
+        for own, image in zip(ids, images, strict=True)
     ]
 
 
-def coco_results(found: Iterable[tuple[Any, Any, Any, Any]], categories: Sequence[int]) -> list[dict[str, Any]]:
+def coco_results(
+    found: Iterable[tuple[Any, Any, Any, Any]], categories: Sequence[int]
+) -> list[dict[str, Any]]:
     """Return COCO results of (image id, boxes (n, 4) xyxy px, scores (n,), classes (n,))."""
     results = []
     for image, boxes, scores, classes in found:
         for (x1, y1, x2, y2), score, c in zip(boxes.tolist(), scores.tolist(), classes.tolist(), strict=True):
             box = [round(v, 4) for v in (x1, y1, x2 - x1, y2 - y1)]
-            results.append({"image_id": image, "category_id": categories[c], "bbox": box, "score": round(score, 8)})
+            results.append(
+                {"image_id": image, "category_id": categories[c], "bbox": box, "score": round(score, 8)}
+            )
     return results
 
 
@@ -176,7 +191,9 @@ def mp4(path: Path, source: Path) -> Iterator[Callable[[Image, float], None]]:
             writer = cv2.VideoWriter(str(temporary), cv2.VideoWriter.fourcc(*"mp4v"), rate, size)
             if not writer.isOpened():
                 writer = None
-                what = f"OpenCV cannot write an MP4 video of {size[0]} x {size[1]} px; use --nosave --save-txt"
+                what = (
+                    f"OpenCV cannot write an MP4 video of {size[0]} x {size[1]} px; use --nosave --save-txt"
+                )
                 raise SourceError(source, what)
         writer.write(cv2.cvtColor(image, cv2.COLOR_RGB2BGR))
 

@@ -20,7 +20,12 @@ from trainer.inference.trained import type_for
 
 Source: TypeAlias = str | Path | np.ndarray[Any, Any]  # a path, or an image uint8 (h, w, 3) in BGR
 Classes: TypeAlias = str | int | Sequence[str | int]  # names or numbers
-_NUMBERS: dict[str, type | tuple[type, ...]] = {"conf": (int, float), "iou": (int, float), "max_det": int, "imgsz": int}
+_NUMBERS: dict[str, type | tuple[type, ...]] = {
+    "conf": (int, float),
+    "iou": (int, float),
+    "max_det": int,
+    "imgsz": int,
+}
 
 
 class Model:
@@ -35,7 +40,9 @@ class Model:
         content = load_weights(weights)
         self.task = str(content.get("task", "detect"))
         if self.task not in PREDICTORS:
-            raise TrainerError(f"--weights {weights}: of the unknown task {self.task}", "use weights of this trainer")
+            raise TrainerError(
+                f"--weights {weights}: of the unknown task {self.task}", "use weights of this trainer"
+            )
         if cfg:
             self.check_options(["cfg"])
         make = pkgutil.resolve_name(PREDICTORS[self.task].path)
@@ -70,7 +77,8 @@ class Model:
         options: dict[str, Any] = {"conf": conf, "iou": iou, "max_det": max_det, "classes": classes}
         given = {name: value for name, value in options.items() if value is not None}
         self.check_options(given)
-        limits, side = self.limits(**given), self.side(imgsz)
+        limits = self.limits(**given)
+        side = self.side(imgsz)
         found = _frames_of(sources)
         return (self.predictor(frame, side, limits) for frame in found)
 
@@ -78,7 +86,9 @@ class Model:
         """Raise TrainerError for the first of some settings that has an effect on weights of another task only."""
         if wrong := sorted((TASK_OPTIONS - PREDICTORS[self.task].options) & set(names)):
             option = option_of(wrong[0])
-            raise TrainerError(f"{option} has no effect on weights of --task {self.task}", f"leave {option} out")
+            raise TrainerError(
+                f"{option} has no effect on weights of --task {self.task}", f"leave {option} out"
+            )
 
     def limits(
         self,
@@ -120,7 +130,9 @@ def class_numbers(classes: Classes, names: Sequence[str]) -> tuple[int, ...] | N
     else:
         words = [classes] if isinstance(classes, int) else classes
         if not isinstance(words, (list, tuple)) or not words:
-            raise TrainerError(f"--classes is {classes!r}, expected names or numbers", "leave it out for all classes")
+            raise TrainerError(
+                f"--classes is {classes!r}, expected names or numbers", "leave it out for all classes"
+            )
     numbers = []
     for given in words:
         word = str(given).strip()
@@ -150,7 +162,9 @@ def _frames_of(sources: Source | Sequence[Source]) -> Iterator[Frame]:
         else:
             raise _no_source(source)
     if not parts:
-        raise TrainerError("predict() got an empty list of sources", "give a path, an array, or a list of them")
+        raise TrainerError(
+            "predict() got an empty list of sources", "give a path, an array, or a list of them"
+        )
     return chain.from_iterable(parts)
 
 

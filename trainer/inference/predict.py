@@ -40,7 +40,9 @@ class Predictions:
         return self.predictor.summary(self.counts)
 
 
-def predict(settings: PredictSettings, sources: Sequence[str], typed: Collection[str], as_json: bool) -> Predictions:
+def predict(
+    settings: PredictSettings, sources: Sequence[str], typed: Collection[str], as_json: bool
+) -> Predictions:
     """Predict on all sources and write the files that the settings name; `typed` are the settings that the user gave.
 
     Print one line per source, or with `as_json` one line of JSON per image. Sources that fail are printed on stderr.
@@ -52,7 +54,9 @@ def predict(settings: PredictSettings, sources: Sequence[str], typed: Collection
     model = Model(s.weights, device=s.device, precision=s.precision, half=s.half, cfg=s.cfg)
     comm.limit_threads(comm.World(), model.device)
     model.check_options(typed)
-    side, limits, predictor = model.side(s.imgsz), model.limits(s.conf, s.iou, s.max_det, s.classes), model.predictor
+    side = model.side(s.imgsz)
+    limits = model.limits(s.conf, s.iou, s.max_det, s.classes)
+    predictor = model.predictor
     saves_found = s.save_txt or s.save_masks
     writes = not s.nosave or saves_found or s.save_json
     folder = checkpoint_file.make_run_dir(os.environ, s.project, s.name, s.exist_ok) if writes else None
@@ -60,7 +64,11 @@ def predict(settings: PredictSettings, sources: Sequence[str], typed: Collection
     entries: list[dict[str, Any]] = []  # for predictions.json
     with bar(len(paths)) as move:
         for path, stem in zip(paths, unique_stems([str(path) for path in paths]), strict=True):
-            counts, begin, count, error, text = Counter[int](), time.perf_counter(), 0, "", ""
+            counts = Counter[int]()
+            begin = time.perf_counter()
+            count = 0
+            error = ""
+            text = ""
             with mp4(folder / f"{stem}.mp4", path) if folder else contextlib.nullcontext() as append_frame:
                 try:
                     for frame in frames(path):

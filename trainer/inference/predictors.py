@@ -63,7 +63,8 @@ class Predictor(ABC):
         """Build the model of a checkpoint's `content`, from the file `weights`."""
         self.names: list[str] = list(content["names"])
         self.imgsz = int(content["imgsz"])
-        self._device, self._dtype = device, dtype
+        self._device = device
+        self._dtype = dtype
 
     @abstractmethod
     def __call__(self, frame: Frame, imgsz: int, limits: Limits) -> Prediction:

@@ -35,7 +35,12 @@ class Scored:
         scores: Scores = self.scores
         classes = dict(zip(self.task.names, scores.by_class(self.task.names), strict=True))
         named = {name: None if value != value else value for name, value in classes.items()}
-        content = {**scores.columns(), "per_class": named, "imgsz": self.imgsz, "ms_per_image": self.ms_per_image}
+        content = {
+            **scores.columns(),
+            "per_class": named,
+            "imgsz": self.imgsz,
+            "ms_per_image": self.ms_per_image,
+        }
         return json.dumps({**content, "folder": str(self.folder) if self.folder else None})
 
     def text(self) -> str:
@@ -57,7 +62,8 @@ def check_names(data: str, names: Sequence[str], weights: str, trained: Sequence
 
 def score(settings: Settings, *, plots: bool) -> Scored | None:
     """Score `settings.weights` on the validation images, with `plots` in a new folder; return None except on rank 0."""
-    s, begin = settings, time.monotonic()
+    s = settings
+    begin = time.monotonic()
     events = Events(os.environ)
     world = comm.world_of(os.environ)
     device = comm.pick_device(s.device, world)
@@ -70,15 +76,20 @@ def score(settings: Settings, *, plots: bool) -> Scored | None:
     content = checkpoint_file.load(s.weights)
     check_names(s.data, task.names, s.weights, content["names"])
     model: Any = task.build(lambda _: None)
-    fit = [k for k, v in model.state_dict().items() if k in content["ema"] and content["ema"][k].shape == v.shape]
+    fit = [
+        k for k, v in model.state_dict().items() if k in content["ema"] and content["ema"][k].shape == v.shape
+    ]
     if len(fit) != len(model.state_dict()):
         raise TrainerError(
-            f"--weights {s.weights}: not all tensors fit the model", "use a best.pt or last.pt, and its --imgsz"
+            f"--weights {s.weights}: not all tensors fit the model",
+            "use a best.pt or last.pt, and its --imgsz",
         )
     model.to(device)
     loader: Any = task.val_loader(comm.share_of(world, device, s.workers, task.stride))
     backend = comm.join(world, device)
-    events.emit(contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type)
+    events.emit(
+        contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type
+    )
     batches = track(iter(loader), len(loader), "validating") if world.rank == 0 else loader
     started = time.perf_counter()
     metric, shown = task.evaluate(model, batches, device, type_for(s.precision, False, device))
@@ -89,7 +100,8 @@ def score(settings: Settings, *, plots: bool) -> Scored | None:
         whole: Any = task.metric()
         for part in parts:
             whole.merge(part)
-        scores, folder = whole.compute(), None
+        scores = whole.compute()
+        folder = None
         if plots:
             from trainer.plots import DRAWINGS  # matplotlib loads slowly
 

@@ -41,16 +41,20 @@ def is_video(path: Path) -> bool:
 def find_sources(sources: Sequence[str]) -> list[Path]:
     """Return the images and videos of files, folders (without subfolders), patterns and .txt lists of paths."""
     if not sources:
-        raise TrainerError("--source is required", "name images, videos, folders, patterns or a .txt list of paths")
+        raise TrainerError(
+            "--source is required", "name images, videos, folders, patterns or a .txt list of paths"
+        )
     found = list(itertools.chain.from_iterable(_expand(source) for source in sources))
     return list(dict.fromkeys(found))
 
 
 def _expand(source: str) -> list[Path]:
-    where, path = f"--source {source}", Path(source)
+    where = f"--source {source}"
+    path = Path(source)
     if (source.isdecimal() and not path.exists()) or "://" in source:
         raise TrainerError(
-            f"{where}: cameras and URLs are not supported", "save the images or the video to a file, and name that"
+            f"{where}: cameras and URLs are not supported",
+            "save the images or the video to a file, and name that",
         )
     if path.suffix.lower() == ".txt" and path.is_file():
         return _read_list(path, where)
@@ -62,7 +66,9 @@ def _expand(source: str) -> list[Path]:
         candidates = [Path(match) for match in glob.glob(source, recursive=True)]  # noqa: PTH207
     else:
         raise TrainerError(f"{where}: no such file or folder", f"the full path is {path.absolute()}")
-    files = sorted(p for p in candidates if p.suffix.lower() in SUFFIXES | VIDEOS and not p.name.startswith("."))
+    files = sorted(
+        p for p in candidates if p.suffix.lower() in SUFFIXES | VIDEOS and not p.name.startswith(".")
+    )
     if not files:
         images, videos = (", ".join(sorted(suffixes)) for suffixes in (SUFFIXES, VIDEOS))
         raise TrainerError(f"{where}: no image or video", f"images end in {images}, videos in {videos}")
@@ -74,7 +80,9 @@ def _read_list(path: Path, where: str) -> list[Path]:
     try:
         lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise TrainerError(f"{where}: cannot be read: {error}", "expected one path per line, in UTF-8") from None
+        raise TrainerError(
+            f"{where}: cannot be read: {error}", "expected one path per line, in UTF-8"
+        ) from None
     files = {number: path.parent / line.strip() for number, line in enumerate(lines, 1) if line.strip()}
     for number, file in files.items():
         if not file.is_file():
@@ -103,7 +111,8 @@ def frames(path: Path) -> Iterator[Frame]:
 def _frames_of_video(path: Path) -> Iterator[Frame]:
     video = cv2.VideoCapture(str(path))
     try:
-        fps, expected = video.get(cv2.CAP_PROP_FPS), int(video.get(cv2.CAP_PROP_FRAME_COUNT))
+        fps = video.get(cv2.CAP_PROP_FPS)
+        expected = int(video.get(cv2.CAP_PROP_FRAME_COUNT))
         number = 0
         while (read := video.read())[0]:
             number += 1

@@ -36,7 +36,9 @@ class _TorchvisionPredictor(Predictor):
         self._weights = weights
         described = content["cfg"]
         if not isinstance(described, dict) or not isinstance(described.get("torchvision"), str):
-            raise TrainerError(f"--weights {weights}: it names no model of torchvision", "take a best.pt or last.pt")
+            raise TrainerError(
+                f"--weights {weights}: it names no model of torchvision", "take a best.pt or last.pt"
+            )
         net = self._build(described["torchvision"])
         checkpoint_file.transfer_all(net, content["ema"], weights)
         self._net = net.eval().to(device)
@@ -78,7 +80,9 @@ class ClassPredictor(_TorchvisionPredictor):
 
     def draw(self, found: Prediction) -> Image:
         """Draw the class with the highest score on the image, in place."""
-        draw_class(found.rgb, self.names, int(found.classes[0]), float(found.scores[0]), drawn_scale(found.rgb))
+        draw_class(
+            found.rgb, self.names, int(found.classes[0]), float(found.scores[0]), drawn_scale(found.rgb)
+        )
         return found.rgb
 
     def counted(self, found: Prediction) -> list[int]:
@@ -110,7 +114,11 @@ class MaskPredictor(_TorchvisionPredictor):
     def entries(self, found: Prediction) -> dict[str, Any]:
         """Return the number of pixels of each class."""
         rows = zip(found.classes.tolist(), found.names, strict=True)
-        return {"classes": [{"class": c, "name": name, "pixels": int((found.mask == c).sum())} for c, name in rows]}
+        return {
+            "classes": [
+                {"class": c, "name": name, "pixels": int((found.mask == c).sum())} for c, name in rows
+            ]
+        }
 
     def text(self, found: Prediction) -> str:
         """Return the share of each class of the image's pixels."""
@@ -135,7 +143,8 @@ def _enlarged(logits: Any, size: tuple[int, int]) -> Any:
     One class is enlarged at a time: all logits of a large image could exhaust the memory.
     """
     height, width = size
-    best, mask = np.full(size, -np.inf, np.float32), np.zeros(size, np.uint8)
+    best = np.full(size, -np.inf, np.float32)
+    mask = np.zeros(size, np.uint8)
     for c, small in enumerate(logits):
         values = cv2.resize(np.ascontiguousarray(small), (width, height), interpolation=cv2.INTER_LINEAR)
         mask[values > best] = c

@@ -88,7 +88,9 @@ def validate(settings: ValSettings) -> Validation | None:
     writes = world.rank == 0 and (s.plots or s.save_json or s.save_txt)
     folder = checkpoint_file.make_run_dir(os.environ, s.project, s.name, s.exist_ok) if writes else None
     backend = comm.join(world, device)
-    events.emit(contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type)
+    events.emit(
+        contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type
+    )
     detector = Detector(trained.model, trained.parts, device, dtype, Limits(s.conf, s.iou, s.max_det))
     own = _RankResult(s, trained.names, truth)
     timer = StepTimer(device)
@@ -121,7 +123,9 @@ class _RankResult:
 
     def __init__(self, settings: ValSettings, names: list[str], truth: CocoTruth | None) -> None:
         self.metric = BoxMAP(names, by_area=True, yolov5=settings.v5_map)
-        self._settings, self._names, self._truth = settings, names, truth
+        self._settings = settings
+        self._names = names
+        self._truth = truth
         self._shown: dict[int, Sample] = {}
         self._found: dict[int, tuple[Any, Any, Any]] = {}
 
@@ -129,7 +133,8 @@ class _RankResult:
         return {**self.__dict__, "_truth": None}  # all ranks have read it
 
     def add(self, dataset: Dataset, index: int, found: Detections) -> None:
-        s, shown = self._settings, None
+        s = self._settings
+        shown = None
         if self._truth:
             truth = self._truth.of(dataset.name(index))
             shown = truth[:2]

@@ -16,7 +16,9 @@ ImageSize = tuple[int, int]  # height and width in pixels of all images of a bat
 Outputs = Any  # of a network in training, as it returns them: each family's own structure of tensors
 
 
-def as_labels(labels: BoxLabels, images: int, height: int, width: int, rows: Rows = exact) -> dict[str, Tensor]:
+def as_labels(
+    labels: BoxLabels, images: int, height: int, width: int, rows: Rows = exact
+) -> dict[str, Tensor]:
     """Return the labels of a batch, float32 (n, 6) as `BoxLabels`, as its targets; without rows that pad."""
     return {"labels": torch.from_numpy(labels)}
 

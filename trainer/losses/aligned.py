@@ -60,29 +60,41 @@ class CandidateTargets:
         stride = np.array(self.strides, np.float32)[:, None]
         boxes = labels[:, 2:] * np.array([width, height, width, height], np.float32)
         half = np.maximum(boxes[:, 2:], np.float32(self.strides[:2][-1])) / 2
-        low_corner, high_corner = boxes[:, :2] - half, boxes[:, :2] + half
+        low_corner = boxes[:, :2] - half
+        high_corner = boxes[:, :2] + half
         # Points stand at (cell + 0.5) * stride: the first and the last cell with its point inside, (n, levels, 2).
         low = (np.floor(low_corner[:, None] / stride - np.float32(0.5)).astype(np.int64) + 1).clip(0)
-        high = np.minimum(np.ceil(high_corner[:, None] / stride - np.float32(0.5)).astype(np.int64) - 1, grids - 1)
+        high = np.minimum(
+            np.ceil(high_corner[:, None] / stride - np.float32(0.5)).astype(np.int64) - 1, grids - 1
+        )
         span = (high - low + 1).clip(0).reshape(-1, 2)
         number = span.prod(1)  # of each box on each level
         row = np.repeat(np.arange(len(number)), number)
         offset = np.arange(len(row)) - (number.cumsum() - number)[row]
-        levels, corner = len(self.strides), low.reshape(-1, 2)
+        levels = len(self.strides)
+        corner = low.reshape(-1, 2)
         level = row % levels
-        column, line = corner[row, 0] + offset % span[row, 0], corner[row, 1] + offset // span[row, 0]
+        column = corner[row, 0] + offset % span[row, 0]
+        line = corner[row, 1] + offset // span[row, 0]
         cells = grids.prod(1)
         per_box = number.reshape(-1, levels).sum(1)
-        box, first = row // levels, per_box.cumsum() - per_box
+        box = row // levels
+        first = per_box.cumsum() - per_box
         point = (cells.cumsum() - cells)[level] + line * grids[level, 0] + column
         top = np.flatnonzero(np.arange(len(box)) - first[box] < TOP)
 
         # One more box than there are, for the rows of the other lists that pad.
-        n, k, m = rows("boxes", len(boxes) + 1), rows("pairs", len(box) + 1), rows("top", len(top) + 1)
-        pair, at = np.full((k, 2), (n - 1, 0), np.int64), np.ones((k, 3), np.float32)
+        n = rows("boxes", len(boxes) + 1)
+        k = rows("pairs", len(box) + 1)
+        m = rows("top", len(top) + 1)
+        pair = np.full((k, 2), (n - 1, 0), np.int64)
+        at = np.ones((k, 3), np.float32)
         pair[: len(box), 0], pair[: len(box), 1] = box, point
         at[: len(box), 2] = np.array(self.strides, np.float32)[level]
-        at[: len(box), 0], at[: len(box), 1] = (column + 0.5) * at[: len(box), 2], (line + 0.5) * at[: len(box), 2]
+        at[: len(box), 0], at[: len(box), 1] = (
+            (column + 0.5) * at[: len(box), 2],
+            (line + 0.5) * at[: len(box), 2],
+        )
         padded = np.zeros((n, 5), np.float32)
         padded[: len(boxes), :4], padded[: len(boxes), 4] = boxes, 1
         owner = np.zeros((n, 2), np.int64)
@@ -102,7 +114,8 @@ class Matching:
     once: bool = False
 
 
-ONE_TO_MANY, ONE_TO_ONE = Matching(TOP), Matching(7, once=True)
+ONE_TO_MANY = Matching(TOP)
+ONE_TO_ONE = Matching(7, once=True)
 MANY_FIRST, MANY_LAST = 0.8, 0.1  # weight of the one-to-many loss in the first and in the last epoch
 
 
@@ -150,7 +163,10 @@ class AlignedLoss(Criterion):
             raise TrainerError(what, "leave label_smoothing out, or use a model with anchors")
         super().__init__((hyp.dfl_box, hyp.dfl_cls, hyp.dfl))
         self.terms = ("box", "cls", "dfl" if bins > 1 else "l1")
-        self.strides, self.bins, self.hyp, self.matchings = tuple(strides), bins, hyp, tuple(matchings)
+        self.strides = tuple(strides)
+        self.bins = bins
+        self.hyp = hyp
+        self.matchings = tuple(matchings)
         self.register_buffer("_numbers", torch.arange(bins, dtype=torch.float32))
         self.register_buffer("shares", torch.ones(len(self.matchings)))
         self.begin_epoch(0, 1)
@@ -170,13 +186,17 @@ class AlignedLoss(Criterion):
         """Return `images`: YOLOv5's loss is the mean of the batch times its size."""
         return images
 
-    def forward(self, outputs: Sequence[Tensor], targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, outputs: Sequence[Tensor], targets: Targets, size: ImageSize, /
+    ) -> tuple[Tensor, Tensor]:
         """Return the sums (3, 1 + matchings), and the counts: images, and the soft targets of each matching.
 
         `outputs` are the raw ones (b, ny, nx, 4 * bins + nc) per level, all levels for the first matching first.
         """
-        found, levels = candidates(targets), len(self.strides)
-        sums, counts = [], [targets["counts"]]
+        found = candidates(targets)
+        levels = len(self.strides)
+        sums = []
+        counts = [targets["counts"]]
         for k, matching in enumerate(self.matchings):
             flat = torch.cat([t.flatten(1, 2) for t in outputs[k * levels : (k + 1) * levels]], 1)
             matched = self.match(flat, found, matching)
@@ -193,7 +213,8 @@ class AlignedLoss(Criterion):
         cls = bce(logits, wanted, self.hyp.cls_pw, self.hyp.fl_gamma).sum()
 
         picked = flat[matched.image, matched.point, : 4 * self.bins].float()
-        point, stride = matched.at[:, :2], matched.at[:, 2:]
+        point = matched.at[:, :2]
+        stride = matched.at[:, 2:]
         quality = ciou(self._boxes(picked, matched.at), matched.target)
         box = ((1 - quality) * matched.weight).sum()
         half = matched.target[:, 2:] / 2
@@ -238,13 +259,20 @@ class AlignedLoss(Criterion):
 
 def candidates(targets: Targets) -> Candidates:
     """Return the columns of the targets."""
-    box, owner, pair = targets["box"], targets["owner"], targets["pair"]
+    box = targets["box"]
+    owner = targets["owner"]
+    pair = targets["pair"]
     pairs = pair[:, 0], pair[:, 1], targets["at"], targets["top"]
     return Candidates(*pairs, box[:, :4], box[:, 4], owner[:, 0], owner[:, 1])
 
 
 def match(
-    found: Candidates, scores: Tensor, boxes: Tensor, images: int, points: int, matching: Matching = ONE_TO_MANY
+    found: Candidates,
+    scores: Tensor,
+    boxes: Tensor,
+    images: int,
+    points: int,
+    matching: Matching = ONE_TO_MANY,
 ) -> Matched:
     """Choose among the candidates in `images` images of `points` points, by what the network predicts there.
 
@@ -253,7 +281,9 @@ def match(
     overlap among all whose candidate it is. Of the points that a box then has, `matching` may leave it only the best.
     weight = alignment / (the box's best alignment + EPSILON) * the box's best overlap.
     """
-    n, k, m = len(found.targets), len(found.box), len(found.top)
+    n = len(found.targets)
+    k = len(found.box)
+    m = len(found.top)
     overlap = ciou(boxes, found.targets[found.box]).clamp(min=0) * found.weight[found.box]
     aligned = scores**ALPHA * overlap**BETA
     # One sort for all boxes: the bits of floats that are not negative are ordered as they are. Ties go to the first.
@@ -274,15 +304,20 @@ def match(
     pair = torch.where(choosers[own] > 1, HIGHEST - (largest[own] & 0xFFFFFFFF), best)
     # The point is in a row of each box that chose it. It counts in the first.
     rows = torch.arange(m, device=slot.device)
-    first = rows.new_full((images * points,), m).scatter_reduce_(0, own, torch.where(is_chosen, rows, m), "amin")
+    first = rows.new_full((images * points,), m).scatter_reduce_(
+        0, own, torch.where(is_chosen, rows, m), "amin"
+    )
     won = is_chosen & (first[own] == rows)
 
-    box, point = found.box[pair], found.point[pair]
-    aligned, overlap = aligned[pair] * won, overlap[pair] * won
+    box = found.box[pair]
+    point = found.point[pair]
+    aligned = aligned[pair] * won
+    overlap = overlap[pair] * won
     if matching.once:
         rank = ((_bits(aligned) << 32) + (HIGHEST - rows)) * won
         won = rank == rank.new_zeros(n).scatter_reduce_(0, box, rank, "amax")[box]
-        aligned, overlap = aligned * won, overlap * won
+        aligned = aligned * won
+        overlap = overlap * won
     most_aligned = aligned.new_zeros(n).scatter_reduce_(0, box, aligned, "amax")
     most_overlap = overlap.new_zeros(n).scatter_reduce_(0, box, overlap, "amax")
     weight = aligned / (most_aligned[box] + EPSILON) * most_overlap[box]

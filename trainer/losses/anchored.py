@@ -83,16 +83,26 @@ class AnchorTargets:
         value[..., :6] = 1  # a box and an anchor that give finite gradients
         before = 0
         for k, (level, stride, number) in enumerate(zip(levels, self.strides, numbers, strict=True)):
-            ny, nx, per_cell = height // stride, width // stride, self.anchors.shape[1]
+            ny = height // stride
+            nx = width // stride
+            per_cell = self.anchors.shape[1]
             cell = ((level.image * ny + level.row) * nx + level.column) * per_cell + level.anchor
             index[k, :number, 0], index[k, :number, 1], index[k, :number, 2] = cell, before + cell, level.cls
-            value[k, :number, :4], value[k, :number, 4:6], value[k, :number, 6] = level.box, level.anchor_wh, 1
+            value[k, :number, :4], value[k, :number, 4:6], value[k, :number, 6] = (
+                level.box,
+                level.anchor_wh,
+                1,
+            )
             index[k, :number, 1][~_is_last(cell)] = -1
             index[k, number:, 1] = -1
             before += images * ny * nx * per_cell
         index[..., 1][index[..., 1] < 0] = before
         counts = np.array([images, *numbers], np.float64)
-        return {"index": torch.from_numpy(index), "value": torch.from_numpy(value), "counts": torch.from_numpy(counts)}
+        return {
+            "index": torch.from_numpy(index),
+            "value": torch.from_numpy(value),
+            "counts": torch.from_numpy(counts),
+        }
 
 
 class DetectionLoss(Criterion):
@@ -102,9 +112,12 @@ class DetectionLoss(Criterion):
 
     def __init__(self, levels: int, strides: Sequence[int], nc: int, hyp: Hyp, imgsz: int) -> None:
         # YOLOv5's gains are for 3 levels, 80 classes and 640 px.
-        obj, cls = hyp.obj * (imgsz / 640) ** 2 * 3 / levels, hyp.cls * nc / 80 * 3 / levels
+        obj = hyp.obj * (imgsz / 640) ** 2 * 3 / levels
+        cls = hyp.cls * nc / 80 * 3 / levels
         super().__init__((hyp.box * 3 / levels, obj, cls))
-        self.strides, self.nc, self.hyp = tuple(strides), nc, hyp
+        self.strides = tuple(strides)
+        self.nc = nc
+        self.hyp = hyp
         self.balance = BALANCE.get(levels, BALANCE_ELSE)[:levels]
 
     def assigner(self, model: Any, /) -> AnchorTargets:
@@ -115,14 +128,19 @@ class DetectionLoss(Criterion):
         """Return `images`: YOLOv5's loss is the mean of the batch times its size."""
         return images
 
-    def forward(self, outputs: Sequence[Tensor], targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, outputs: Sequence[Tensor], targets: Targets, size: ImageSize, /
+    ) -> tuple[Tensor, Tensor]:
         """Return the sums (3, 1 + l) and the counts; `outputs` are raw, (b, a, ny, nx, nc + 5) per level."""
-        index, value = targets["index"], targets["value"]
+        index = targets["index"]
+        value = targets["value"]
         box, anchor_wh, weight = torch.split(value.flatten(0, 1), [4, 2, 1], 1)
         levels, rows = value.shape[:2]
         # The order of the cells in memory, so that nothing is copied.
         cells = [t.permute(0, 2, 3, 1, 4).flatten(0, 3) for t in outputs]
-        picked = torch.cat([t.index_select(0, cell) for t, cell in zip(cells, index[..., 0], strict=True)]).float()
+        picked = torch.cat(
+            [t.index_select(0, cell) for t, cell in zip(cells, index[..., 0], strict=True)]
+        ).float()
         centre, wh = torch.split(picked[:, :4].sigmoid() * 2, 2, 1)
         quality = ciou(torch.cat((centre - 0.5, wh**2 * anchor_wh), 1), box)
         of_boxes = ((1 - quality) * weight[:, 0]).view(levels, rows).sum(1)
@@ -130,7 +148,9 @@ class DetectionLoss(Criterion):
         logits = torch.cat([t[:, 4] for t in cells]).float()
         wanted = logits.new_zeros(len(logits) + 1)  # the last takes what decides no cell's objectness
         wanted[index[..., 1].flatten()] = quality.detach().clamp(min=0)
-        losses = torch.split(bce(logits, wanted[:-1], self.hyp.obj_pw, self.hyp.fl_gamma), [len(t) for t in cells])
+        losses = torch.split(
+            bce(logits, wanted[:-1], self.hyp.obj_pw, self.hyp.fl_gamma), [len(t) for t in cells]
+        )
         images = len(outputs[0])
         per_level = zip(losses, self.balance, strict=True)
         of_objectness = torch.stack([loss.sum() * (b / (len(loss) // images)) for loss, b in per_level]).sum()
@@ -173,10 +193,13 @@ def assign_level(labels: Floats, anchors: Floats, ny: int, nx: int, anchor_t: fl
     high = (rest % 1 < NEIGHBOUR) & (rest > 1)
     own = np.ones_like(low[:, :1])
     which, match = np.concatenate((own, low, high), 1).T.nonzero()  # own, left, up, right, down
-    anchor, box, centre = anchor[match], box[match], centre[match]
+    anchor = anchor[match]
+    box = box[match]
+    centre = centre[match]
     cell = np.minimum((centre - _OFFSETS[which]).astype(np.int64).clip(0), size.astype(np.int64) - 1)
 
-    image, cls = labels[box, 0].astype(np.int64), labels[box, 1].astype(np.int64)
+    image = labels[box, 0].astype(np.int64)
+    cls = labels[box, 1].astype(np.int64)
     at = np.concatenate((centre - cell.astype(np.float32), wh[box]), 1)
     return Positives(image, anchor, cell[:, 1], cell[:, 0], cls, at, anchors[anchor])
 
@@ -197,7 +220,8 @@ def ciou(a: Tensor, b: Tensor) -> Tensor:
     """
     (a_centre, a_size), (b_centre, b_size) = torch.split(a, 2, 1), torch.split(b, 2, 1)
     (aw, ah), (bw, bh) = a_size.unbind(1), b_size.unbind(1)
-    between, both = (a_centre - b_centre).abs(), a_size + b_size
+    between = (a_centre - b_centre).abs()
+    both = a_size + b_size
     # Two intervals share what their half widths reach beyond their distance, at most the shorter one; below 0 is a gap.
     shared = torch.minimum(torch.minimum(a_size, b_size), both / 2 - between)
     overlap_w, overlap_h = shared.clamp(min=0).unbind(1)

@@ -17,7 +17,8 @@ class ClassificationLoss(Criterion):
     def __init__(self, label_smoothing: float, batches: int) -> None:
         """Take the mean of `batches` batches, which one optimizer step accumulates."""
         super().__init__((1.0,))
-        self._smoothing, self._batches = label_smoothing, batches
+        self._smoothing = label_smoothing
+        self._batches = batches
 
     def weight(self, images: Tensor, /) -> float:
         """Return 1 / (accumulated batches), so that the gradient belongs to their mean."""
@@ -45,6 +46,8 @@ class SegmentationLoss(ClassificationLoss):
         counted = (classes != IGNORED).sum(dtype=torch.float64)
         # A row for a pixel: on a GPU torch adds up those in a fixed order, and maps in any.
         rows = outputs.permute(0, 2, 3, 1).reshape(-1, outputs.shape[1]).float()
-        total = F.cross_entropy(rows, classes, reduction="sum", ignore_index=IGNORED, label_smoothing=self._smoothing)
+        total = F.cross_entropy(
+            rows, classes, reduction="sum", ignore_index=IGNORED, label_smoothing=self._smoothing
+        )
         counts = torch.stack((torch.full_like(counted, len(outputs)), counted))
         return F.pad(total.reshape(1, 1), (1, 0)), counts

@@ -32,8 +32,13 @@ from trainer.metrics.curves import (
 from trainer.metrics.scores import Scores
 
 MAX_DETECTIONS = 100  # per image and class
-CONFUSION_IOU, CONFUSION_CONFIDENCE = 0.45, 0.25
-AREAS = ("small", "medium", "large")  # up to 32² px, up to 96² px, above: the library's own ranges, in its order
+CONFUSION_IOU = 0.45
+CONFUSION_CONFIDENCE = 0.25
+AREAS = (
+    "small",
+    "medium",
+    "large",
+)  # up to 32² px, up to 96² px, above: the library's own ranges, in its order
 
 
 class ClassScores(NamedTuple):
@@ -116,7 +121,8 @@ class BoxMAP:
     def __init__(self, names: list[str], *, by_area: bool = False, yolov5: bool = False) -> None:
         """`by_area` adds COCO's three ranges of areas; `yolov5`, without these, matches and integrates as YOLOv5."""
         self.names = list(names)
-        self._yolov5, self._by_area = yolov5, by_area
+        self._yolov5 = yolov5
+        self._by_area = by_area
         self._confusion = np.zeros((len(names) + 1, len(names) + 1), np.int64)
         self._images: dict[int, tuple[_Boxes, _Boxes]] = {}  # detections and ground truth
         self._evaluated: tuple[BoxScores, BoxCurves] | None = None  # of all images so far
@@ -149,12 +155,15 @@ class BoxMAP:
 
     def _confuse(self, found: _Boxes, truth: _Boxes) -> None:
         """Count one image's confident detections: pairs of highest IoU first; one in a crowd is no false alarm."""
-        objects, crowds = truth.where(~truth.crowd), truth.where(truth.crowd)
+        objects = truth.where(~truth.crowd)
+        crowds = truth.where(truth.crowd)
         iou = _iou(found, objects)
-        missed, alone = np.ones(len(objects.label), np.bool_), np.ones(len(found.label), np.bool_)
+        missed = np.ones(len(objects.label), np.bool_)
+        alone = np.ones(len(found.label), np.bool_)
         rows, columns = np.nonzero(iou > CONFUSION_IOU)
         for k in np.argsort(-iou[rows, columns], kind="stable").tolist():
-            row, column = rows[k], columns[k]
+            row = rows[k]
+            column = columns[k]
             if alone[row] and missed[column]:
                 alone[row] = missed[column] = False
                 self._confusion[found.label[row], objects.label[column]] += 1
@@ -187,7 +196,8 @@ class BoxMAP:
         if self._evaluated:
             return self._evaluated
         images = [self._images[k] for k in sorted(self._images)]
-        found, truth = _join(found for found, _ in images), _join(truth for _, truth in images)
+        found = _join(found for found, _ in images)
+        truth = _join(truth for _, truth in images)
         objects = truth.where(~truth.crowd)
         boxes = np.bincount(objects.label, minlength=len(self.names))
         classes = np.flatnonzero(boxes)
@@ -213,13 +223,23 @@ class BoxMAP:
             precision[i], recall[i] = over_confidence(found.score[rows], matches.hit[rows], count)
         f1 = f1_of(precision, recall)
         confidence = float(CONFIDENCES[peak(f1.mean(0))]) if names else 0.0
-        return BoxCurves(names, matches.ap, matches.precision_at, precision, recall, f1, confidence, self._confusion)
+        return BoxCurves(
+            names, matches.ap, matches.precision_at, precision, recall, f1, confidence, self._confusion
+        )
 
 
-def _scores(curves: BoxCurves, seen: Ints, boxes: Ints, images: int, by_area: dict[str, float] | None) -> BoxScores:
+def _scores(
+    curves: BoxCurves, seen: Ints, boxes: Ints, images: int, by_area: dict[str, float] | None
+) -> BoxScores:
     """The scores at the best confidence; (classes,) how many images and boxes each class has."""
     at = int(np.searchsorted(CONFIDENCES, curves.confidence))
-    columns = curves.ap[:, 0], curves.ap.mean(1), curves.precision[:, at], curves.recall[:, at], curves.f1[:, at]
+    columns = (
+        curves.ap[:, 0],
+        curves.ap.mean(1),
+        curves.precision[:, at],
+        curves.recall[:, at],
+        curves.f1[:, at],
+    )
     rows = zip(*(column.tolist() for column in (*columns, seen, boxes)), strict=True)
     map50, mean, precision, recall, f1 = (float(column.mean()) for column in columns)
     return BoxScores(
@@ -278,13 +298,16 @@ def _iou(a: _Boxes, b: _Boxes) -> Floats:
 def _match_coco(found: _Boxes, truth: _Boxes, classes: Ints, by_area: bool) -> _Matches:
     """Match by COCO's rules; the AP of a range of areas is nan where nothing has such an area."""
     images = np.union1d(found.image, truth.image).tolist()
-    coco_found, coco_truth = _coco(found, images, classes), _coco(truth, images, classes)
+    coco_found = _coco(found, images, classes)
+    coco_truth = _coco(truth, images, classes)
 
     def evaluate(thresholds: Floats, areas: int) -> Any:
         evaluation = COCOeval_faster(coco_truth, coco_found, "bbox")
         parameters = evaluation.params
-        parameters.iouThrs, parameters.maxDets = thresholds, [MAX_DETECTIONS]
-        parameters.areaRng, parameters.areaRngLbl = parameters.areaRng[:areas], parameters.areaRngLbl[:areas]
+        parameters.iouThrs = thresholds
+        parameters.maxDets = [MAX_DETECTIONS]
+        parameters.areaRng = parameters.areaRng[:areas]
+        parameters.areaRngLbl = parameters.areaRngLbl[:areas]
         evaluation.evaluate()
         evaluation.accumulate()
         return evaluation.eval
@@ -294,7 +317,8 @@ def _match_coco(found: _Boxes, truth: _Boxes, classes: Ints, by_area: bool) -> _
     # The library names the matches of all thresholds together: those at IoU 0.5 need an evaluation of their own.
     pairs = [key.split("_") for key in evaluate(IOU_THRESHOLDS[:1], 1)["matched"]]
     rows, columns = np.array(pairs, np.int64).reshape(-1, 2).T - 1
-    hit, counted = np.zeros(len(found.score), np.bool_), np.ones(len(found.score), np.bool_)
+    hit = np.zeros(len(found.score), np.bool_)
+    counted = np.ones(len(found.score), np.bool_)
     hit[rows] = ~truth.crowd[columns]
     counted[rows] = hit[rows]
     sizes = {}

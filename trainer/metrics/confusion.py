@@ -79,8 +79,11 @@ class Confusion:
 
     def compute(self) -> Scores:
         """Return the scores, nan without data."""
-        right, true, found = np.diag(self.confusion), self.confusion.sum(0), self.confusion.sum(1)
-        iou, recall = right / np.maximum(true + found - right, 1), right / np.maximum(true, 1)
+        right = np.diag(self.confusion)
+        true = self.confusion.sum(0)
+        found = self.confusion.sum(1)
+        iou = right / np.maximum(true + found - right, 1)
+        recall = right / np.maximum(true, 1)
         rows = zip(self.names, true.tolist(), iou.tolist(), recall.tolist(), strict=True)
         per_class = {name: ClassOverlap(*row) for name, *row in rows if row[0]}
         miou = float(np.mean([score.iou for score in per_class.values()] or [np.nan]))
@@ -107,9 +110,14 @@ class TopK(Confusion):
 
     def compute(self) -> Scores:
         """Return the scores, nan without data."""
-        right, true, found = np.diag(self.confusion), self.confusion.sum(0), self.confusion.sum(1)
-        recall, precision = right / np.maximum(true, 1), right / np.maximum(found, 1)
+        right = np.diag(self.confusion)
+        true = self.confusion.sum(0)
+        found = self.confusion.sum(1)
+        recall = right / np.maximum(true, 1)
+        precision = right / np.maximum(found, 1)
         rows = zip(self.names, true.tolist(), recall.tolist(), precision.tolist(), strict=True)
         per_class = {name: ClassAccuracy(*row) for name, *row in rows if row[0]}
         count = true.sum() or np.nan
-        return Accuracy(float(right.sum() / count), float(self._among_five / count), int(true.sum()), per_class)
+        return Accuracy(
+            float(right.sum() / count), float(self._among_five / count), int(true.sum()), per_class
+        )

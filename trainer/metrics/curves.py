@@ -12,7 +12,9 @@ Ints = npt.NDArray[np.int64]
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALLS = np.linspace(0.0, 1.0, 101)
 CONFIDENCES = np.linspace(0.0, 1.0, 1001)
-_SMOOTH = 0.1  # width of the window, in confidence, over which the mean F1 is averaged before its peak is taken
+_SMOOTH = (
+    0.1  # width of the window, in confidence, over which the mean F1 is averaged before its peak is taken
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def match_as_yolov5(iou: Floats) -> Bools:
     found = np.zeros((len(iou), len(IOU_THRESHOLDS)), np.bool_)
     if not iou.size:
         return found
-    best, reached = iou.argmax(1), iou.max(1)
+    best = iou.argmax(1)
+    reached = iou.max(1)
     for t, threshold in enumerate(IOU_THRESHOLDS):
         able = np.flatnonzero(reached >= threshold)
         _, first = np.unique(best[able], return_index=True)

@@ -24,7 +24,9 @@ class Scores:
 
     COLUMNS: ClassVar[tuple[str, ...]]  # of results.csv: attributes
     MAIN: ClassVar[str]  # the score of a class: an attribute in `per_class`
-    TABLE: ClassVar[tuple[tuple[str, str, str], ...]]  # title, attribute of the means, attribute in `per_class`
+    TABLE: ClassVar[
+        tuple[tuple[str, str, str], ...]
+    ]  # title, attribute of the means, attribute in `per_class`
     per_class: dict[str, Any]
 
     @property
@@ -47,7 +49,9 @@ class Scores:
         for title, _, _ in self.TABLE:
             table.add_column(title, justify="right", no_wrap=True)
         rows = [("all", [getattr(self, mean) for _, mean, _ in self.TABLE])]
-        rows += [(name, [getattr(one, of) for _, _, of in self.TABLE]) for name, one in self.per_class.items()]
+        rows += [
+            (name, [getattr(one, of) for _, _, of in self.TABLE]) for name, one in self.per_class.items()
+        ]
         for k, (name, values) in enumerate(rows):
             cells = (f"{value:.3f}" if isinstance(value, float) else f"{value:,}" for value in values)
             table.add_row(name.replace("[", r"\["), *cells, style="" if k else "bold")

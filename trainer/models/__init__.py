@@ -19,7 +19,9 @@ def freeze(model: nn.Module, layers: Sequence[int]) -> int:
         head = set(parts[-1][1].parameters())
         frozen = [p for p in model.parameters() if p not in head]  # a ViT's class token is in no part
     elif not set(layers) <= numbers:
-        raise TrainerError(f"--freeze: no layer {min({*layers} - numbers)}", f"the model's layers are {listed}")
+        raise TrainerError(
+            f"--freeze: no layer {min({*layers} - numbers)}", f"the model's layers are {listed}"
+        )
     elif set(layers) == numbers:
         raise TrainerError("--freeze: no layer is left to train", f"the model's layers are {listed}")
     else:

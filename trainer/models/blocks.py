@@ -35,7 +35,9 @@ def concatenate(maps: list[Tensor], dimension: int = 1) -> Tensor:
 
 def _dense(gradient: Tensor) -> Tensor:
     is_channels_last = gradient.stride(1) == 1
-    return gradient.contiguous(memory_format=torch.channels_last if is_channels_last else torch.contiguous_format)
+    return gradient.contiguous(
+        memory_format=torch.channels_last if is_channels_last else torch.contiguous_format
+    )
 
 
 class ColourConv2d(nn.Conv2d):
@@ -98,13 +100,17 @@ class C3(nn.Module):
 
     kernels = (1, 3)  # of the bottlenecks' convolutions
 
-    def __init__(self, c1: int, c2: int, n: int = 1, shortcut: bool = True, g: int = 1, e: float = 0.5) -> None:
+    def __init__(
+        self, c1: int, c2: int, n: int = 1, shortcut: bool = True, g: int = 1, e: float = 0.5
+    ) -> None:
         super().__init__()
         hidden = int(c2 * e)
         self.cv1 = Conv(c1, hidden)
         self.cv2 = Conv(c1, hidden)
         self.cv3 = Conv(2 * hidden, c2)
-        self.m = nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, g, 1.0, self.kernels) for _ in range(n)))
+        self.m = nn.Sequential(
+            *(Bottleneck(hidden, hidden, shortcut, g, 1.0, self.kernels) for _ in range(n))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, c1, h, w) -> (b, c2, h, w)."""
@@ -141,9 +147,13 @@ class SplitBlock(nn.Module):
 class C2f(SplitBlock):
     """YOLOv8's block: n bottlenecks of two 3x3 convolutions."""
 
-    def __init__(self, c1: int, c2: int, n: int = 1, shortcut: bool = False, g: int = 1, e: float = 0.5) -> None:
+    def __init__(
+        self, c1: int, c2: int, n: int = 1, shortcut: bool = False, g: int = 1, e: float = 0.5
+    ) -> None:
         hidden = int(c2 * e)
-        super().__init__(c1, c2, hidden, [Bottleneck(hidden, hidden, shortcut, g, 1.0, (3, 3)) for _ in range(n)])
+        super().__init__(
+            c1, c2, hidden, [Bottleneck(hidden, hidden, shortcut, g, 1.0, (3, 3)) for _ in range(n)]
+        )
 
 
 class Attention(nn.Module):

@@ -134,7 +134,8 @@ class DetectDFL(nn.Module):
             t = t.float()
             before, after = torch.split(distances(t[..., : 4 * self.bins], self.bins), 2, -1)
             point = _cells(ny, nx, t.device) + 0.5
-            centre, size = (point + (after - before) / 2) * stride, (before + after) * stride
+            centre = (point + (after - before) / 2) * stride
+            size = (before + after) * stride
             one = torch.ones_like(size[..., :1])
             scores = t[..., 4 * self.bins :].sigmoid()
             levels.append(torch.cat((centre, size, one, scores), -1).reshape(b, ny * nx, 5 + self.nc))
@@ -182,4 +183,8 @@ class DetectEndToEnd(DetectDFL):
 
 Head = Detect | DetectDFL  # with its subclasses
 # By the names in model files.
-HEADS: dict[str, Callable[..., Head]] = {"Detect": Detect, "DetectDFL": DetectDFL, "DetectEndToEnd": DetectEndToEnd}
+HEADS: dict[str, Callable[..., Head]] = {
+    "Detect": Detect,
+    "DetectDFL": DetectDFL,
+    "DetectEndToEnd": DetectEndToEnd,
+}

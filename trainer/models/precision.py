@@ -32,7 +32,9 @@ def native_bf16(device: torch.device) -> bool:
         flags = set(Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split())
     except OSError:
         return False
-    return bool(flags & ({"avx512_bf16", "amx_bf16"} if platform.machine() in ("x86_64", "AMD64") else {"bf16"}))
+    return bool(
+        flags & ({"avx512_bf16", "amx_bf16"} if platform.machine() in ("x86_64", "AMD64") else {"bf16"})
+    )
 
 
 def set_tf32(is_allowed: bool) -> None:

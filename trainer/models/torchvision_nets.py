@@ -15,11 +15,22 @@ from trainer.distributed.machine_lock import one_per_machine
 from trainer.errors import TrainerError
 from trainer.weights.official import MALFORMED
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's images, as torchvision's weights want them
+MEAN, STD = (
+    (0.485, 0.456, 0.406),
+    (0.229, 0.224, 0.225),
+)  # of ImageNet's images, as torchvision's weights want them
 OWN_WEIGHTS = "torchvision"
 # Of a segmentation network's batch norm: torch's default. With MobileNet's 0.01 the statistics lag hundreds of steps.
 _MOMENTUM = 0.1
-_SOME = ("resnet18", "resnet50", "resnet101", "mobilenet_v3_small", "efficientnet_b0", "convnext_tiny", "vit_b_16")
+_SOME = (
+    "resnet18",
+    "resnet50",
+    "resnet101",
+    "mobilenet_v3_small",
+    "efficientnet_b0",
+    "convnext_tiny",
+    "vit_b_16",
+)
 
 
 class Classifier(nn.Module):
@@ -42,7 +53,9 @@ class Classifier(nn.Module):
     @property
     def parts(self) -> list[tuple[str, nn.Module]]:
         """The network's own parts that have parameters, with their names; the last one is the head."""
-        return [(name, part) for name, part in self.net.named_children() if any(True for _ in part.parameters())]
+        return [
+            (name, part) for name, part in self.net.named_children() if any(True for _ in part.parameters())
+        ]
 
 
 class Segmenter(Classifier):
@@ -66,7 +79,9 @@ def build_classifier(name: str, nc: int, imgsz: int) -> Classifier:
         what = f"--cfg {name}: torchvision has no classification model of that name"
         raise TrainerError(what, f"some are {', '.join(_SOME)}")
     if name in ("googlenet", "inception_v3"):
-        raise TrainerError(f"--cfg {name}: its auxiliary training output is not supported", "use another model")
+        raise TrainerError(
+            f"--cfg {name}: its auxiliary training output is not supported", "use another model"
+        )
     side = {"image_size": imgsz} if name.startswith("vit_") else {}  # a ViT is made for images of one side
     try:
         model = Classifier(models.get_model(name, weights=None, num_classes=nc, **side))
@@ -102,7 +117,9 @@ def own_weights(name: str, imgsz: int) -> Mapping[str, Tensor]:
     shrunk to images of `imgsz` px. Nothing in the file is executed; TrainerError where it cannot be had or is damaged.
     """
     folder = Path(torch.hub.get_dir()).absolute()
-    tensors_only = patch.dict(os.environ, {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"})  # torchvision does not ask for it
+    tensors_only = patch.dict(
+        os.environ, {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
+    )  # torchvision does not ask for it
     try:
         with one_per_machine(folder), tensors_only:
             net: Any = models.get_model(name, weights="DEFAULT", progress=False)

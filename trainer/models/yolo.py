@@ -107,8 +107,12 @@ def _models_like(cfg: str) -> str:
     family, mark, model = re.match(r"([^:_-]*)([:_-]?)(.*)", cfg.removesuffix(".yaml"), re.DOTALL).groups()  # type: ignore[union-attr]
     named = difflib.get_close_matches(family.lower(), named_families(), 1) if model else []
     near = [f"{name}{':' if mark == ':' else '-'}{model}" for name in named]
-    near = near or difflib.get_close_matches(cfg, [path.name for path in Path(__file__).parent.glob("*.yaml")], 2)
-    return f"did you mean {' or '.join(near)}? Models are {known_models()}" if near else f"use {known_models()}"
+    near = near or difflib.get_close_matches(
+        cfg, [path.name for path in Path(__file__).parent.glob("*.yaml")], 2
+    )
+    return (
+        f"did you mean {' or '.join(near)}? Models are {known_models()}" if near else f"use {known_models()}"
+    )
 
 
 def check_cfg(content: Any, where: str) -> ModelCfg:
@@ -139,7 +143,9 @@ def build_yolo(cfg: ModelCfg, *, nc: int, where: str = "cfg") -> Yolo:
     rows: list[Row] = []
     layers: list[nn.Module] = []
     channels: list[int] = []  # of each layer's output
-    numbered = [(part, position, raw) for part in ("backbone", "head") for position, raw in enumerate(cfg[part])]
+    numbered = [
+        (part, position, raw) for part in ("backbone", "head") for position, raw in enumerate(cfg[part])
+    ]
     for part, position, raw in numbered:
         try:
             row, layer, out = _layer(raw, channels, cfg, nc)
@@ -152,7 +158,9 @@ def build_yolo(cfg: ModelCfg, *, nc: int, where: str = "cfg") -> Yolo:
         layers.append(layer)
         channels.append(out)
     if not rows or rows[-1].module not in HEADS or any(r.module in HEADS for r in rows[:-1]):
-        raise TrainerError(f"{where}: the last row of the head, and only that, must be one of {', '.join(HEADS)}")
+        raise TrainerError(
+            f"{where}: the last row of the head, and only that, must be one of {', '.join(HEADS)}"
+        )
     try:
         return Yolo(layers, rows)
     except (RuntimeError, ArithmeticError, LookupError) as error:
@@ -189,7 +197,9 @@ def _layer(raw: Any, channels: list[int], cfg: ModelCfg, nc: int) -> tuple[Row, 
     return Row(sources, module), *_module(module, inputs, args, repeats, cfg["width_multiple"])
 
 
-def _module(name: str, inputs: list[int], args: list[Any], repeats: int, width: float) -> tuple[nn.Module, int]:
+def _module(
+    name: str, inputs: list[int], args: list[Any], repeats: int, width: float
+) -> tuple[nn.Module, int]:
     """Build a module; return it and its output channels."""
     if name == "Detect":
         count, anchors = args

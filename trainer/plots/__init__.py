@@ -7,4 +7,12 @@ from trainer.plots.drawing import class_colour, draw_boxes, draw_class, write_im
 # A module per task, each with labels(), batch(), shown() and metric().
 DRAWINGS = {"detect": detect, "classify": classify, "segment": segment}
 
-__all__ = ["DRAWINGS", "class_colour", "draw_boxes", "draw_class", "plot_confusion", "plot_results", "write_image"]
+__all__ = [
+    "DRAWINGS",
+    "class_colour",
+    "draw_boxes",
+    "draw_class",
+    "plot_confusion",
+    "plot_results",
+    "write_image",
+]

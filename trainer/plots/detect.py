@@ -70,7 +70,8 @@ def batch(batch: Batch, names: Sequence[str], path: Path) -> None:
     cells = []
     for k, image in enumerate(batch.images[:_MOST_IMAGES].cpu().numpy()):
         rows = batch.labels[batch.labels[:, 0] == k].numpy()
-        centre, half = rows[:, 2:4], rows[:, 4:] / 2
+        centre = rows[:, 2:4]
+        half = rows[:, 4:] / 2
         boxes = np.concatenate([centre - half, centre + half], 1) * side
         cells.append(_cell(image, _CELL_PX, boxes, None, rows[:, 1], names))
     write_grid(cells, path)
@@ -85,7 +86,8 @@ def shown(samples: Sequence[Sample], names: Sequence[str], path: Path) -> Image:
     for sample in samples:
         true = _cell(sample.image, _SAMPLE_PX, sample.true_boxes, None, sample.true_classes, names)
         predicted = _cell(sample.image, _SAMPLE_PX, sample.boxes, sample.scores, sample.classes, names)
-        true, predicted = captioned(true, "true", _TEXT), captioned(predicted, "predicted", _TEXT)
+        true = captioned(true, "true", _TEXT)
+        predicted = captioned(predicted, "predicted", _TEXT)
         gap = np.full((len(true), _PAIR_GAP_PX, 3), 255, np.uint8)
         cells.append(np.concatenate((true, gap, predicted), 1))
     return write_grid(cells, path)

@@ -31,17 +31,23 @@ def class_text(names: Sequence[str], index: int) -> str:
 
 def _draw_label(image: Image, text: str, x: int, y: int, colour: tuple[int, int, int], scale: float) -> None:
     """Draw text on a filled tag above the box's upper edge `y`, or below it at the image's border."""
-    size, weight, margin = 0.42 * scale, max(1, round(scale)), round(3 * scale)
+    size = 0.42 * scale
+    weight = max(1, round(scale))
+    margin = round(3 * scale)
     (width, height), below = cv2.getTextSize(text, _FONT, size, weight)
     tall = height + below + margin
     x = max(0, min(x, image.shape[1] - width - 2 * margin))
     top = y - tall if y >= tall else y
     cv2.rectangle(image, (x, top), (x + width + 2 * margin, top + tall), colour, cv2.FILLED)
     white = (255, 255, 255)
-    cv2.putText(image, text, (x + margin, top + height + margin // 2 + 1), _FONT, size, white, weight, cv2.LINE_AA)
+    cv2.putText(
+        image, text, (x + margin, top + height + margin // 2 + 1), _FONT, size, white, weight, cv2.LINE_AA
+    )
 
 
-def draw_boxes(image: Image, boxes: Any, scores: Any, classes: Any, names: Sequence[str], scale: float = 1.0) -> None:
+def draw_boxes(
+    image: Image, boxes: Any, scores: Any, classes: Any, names: Sequence[str], scale: float = 1.0
+) -> None:
     """Draw boxes (n, 4) xyxy px with class names and scores on `image`, in place, in ascending order of score.
 
     `scale` is the size of lines and text: 1 for an image of about 500 px.
@@ -86,8 +92,11 @@ def write_grid(images: Sequence[Image], path: Path) -> Image:
     """Write the images in a square grid, and return it."""
     columns = math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
-    width, height = max(p.shape[1] for p in images), max(p.shape[0] for p in images)
-    grid = np.full((rows * (height + _GAP_PX) + _GAP_PX, columns * (width + _GAP_PX) + _GAP_PX, 3), 255, np.uint8)
+    width = max(p.shape[1] for p in images)
+    height = max(p.shape[0] for p in images)
+    grid = np.full(
+        (rows * (height + _GAP_PX) + _GAP_PX, columns * (width + _GAP_PX) + _GAP_PX, 3), 255, np.uint8
+    )
     for k, image in enumerate(images):
         h, w = image.shape[:2]
         y = _GAP_PX + k // columns * (height + _GAP_PX) + (height - h) // 2

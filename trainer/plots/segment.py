@@ -10,13 +10,16 @@ from trainer.config import IGNORED
 from trainer.plots.charts import class_bars, figure, plot_confusion, write
 from trainer.plots.drawing import captioned, class_colour, class_text, scaled, write_grid
 
-_CELL_PX, _MOST_IMAGES = 240, 16
+_CELL_PX = 240
+_MOST_IMAGES = 16
 _SHARE = 0.55  # opacity of the class colours
 
 
 def labels(dataset: Any, path: Path) -> None:
     """Write a bar chart of the share of pixels per class."""
-    names, pixels, fig = dataset.names, dataset.pixels(), figure(9, 4)
+    names = dataset.names
+    pixels = dataset.pixels()
+    fig = figure(9, 4)
     title = f"{len(dataset):,} images of {len(names)} classes"
     class_bars(fig.add_subplot(), names, 100 * pixels / max(1, pixels.sum()), title, "% of the pixels")
     write(fig, path)
@@ -44,7 +47,9 @@ def shown(images: Sequence[Any], names: Sequence[str], path: Path) -> Any:
 def metric(metric: Any, folder: Path) -> None:
     """Write confusion_matrix.png into a folder."""
     title = "pixels: predicted class for each true class"
-    plot_confusion(metric.confusion, metric.names, folder / "confusion_matrix.png", title=title, background=False)
+    plot_confusion(
+        metric.confusion, metric.names, folder / "confusion_matrix.png", title=title, background=False
+    )
 
 
 def coloured(image: Any, mask: Any) -> Any:

@@ -80,7 +80,8 @@ def part(model: nn.Module, graph: fx.Graph, start: int, stop: int) -> fx.GraphMo
     Its inputs are the images and the values that cross `start`. It returns a tuple of the values that cross
     `stop`; the last part returns the model's outputs.
     """
-    own, kept = fx.Graph(), dict[fx.Node, fx.Node]()
+    own = fx.Graph()
+    kept = dict[fx.Node, fx.Node]()
     operations = _operations(graph)
     for node in operations:
         if node.op == "placeholder":
@@ -112,7 +113,9 @@ class _Profiler(fx.Interpreter):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             inputs = fx.node.map_aggregate(
                 (args, kwargs),
-                lambda v: v.detach().requires_grad_() if isinstance(v, Tensor) and v.is_floating_point() else v,
+                lambda v: (
+                    v.detach().requires_grad_() if isinstance(v, Tensor) and v.is_floating_point() else v
+                ),
             )
             begin = comm.now(self._device)
             result = getattr(self, n.op)(n.target, *inputs)
@@ -120,7 +123,12 @@ class _Profiler(fx.Interpreter):
             if made and n.op not in ("placeholder", "get_attr", "output"):
                 torch.autograd.backward(made, [torch.ones_like(t) for t in made])
             self.seconds[n.name] = comm.now(self._device) - begin
-        sendable = n.op != "get_attr" and isinstance(result, Tensor) and result.is_floating_point() and result.dim() > 0
+        sendable = (
+            n.op != "get_attr"
+            and isinstance(result, Tensor)
+            and result.is_floating_point()
+            and result.dim() > 0
+        )
         self.bytes[n.name] = result.numel() * result.element_size() if sendable else math.inf
         return fx.node.map_aggregate(result, lambda t: t.detach() if isinstance(t, Tensor) else t)
 
@@ -156,6 +164,8 @@ def split(seconds: Sequence[float], sent: Sequence[float], stages: int) -> list[
         distance[np.isinf(sent)] = np.inf
         near = distance <= max(total * TOLERANCE, distance.min())
         if np.isinf(distance.min()):
-            raise TrainerError(f"--stages {stages}: too few operations to split", "use fewer --stages, or fsdp")
+            raise TrainerError(
+                f"--stages {stages}: too few operations to split", "use fewer --stages, or fsdp"
+            )
         cuts.append(int(np.where(near, sent, np.inf).argmin()))
     return [*cuts, len(seconds)]

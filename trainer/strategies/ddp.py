@@ -22,7 +22,10 @@ class Ddp(Strategy):
 
     def setup(self, whole: NetworkWithLoss, average: nn.Module, conditions: Conditions) -> None:
         """Wrap network and loss, if the world has other ranks."""
-        self.module, self.average, self._conditions, self._whole = whole.network, average, conditions, whole
+        self.module = whole.network
+        self.average = average
+        self._conditions = conditions
+        self._whole = whole
         if self._settings.sync_bn and comm.is_distributed():
             synchronise(self.module, self._device)
         self.refresh()
@@ -53,7 +56,10 @@ class Ddp(Strategy):
         side = self._conditions.min_side
         images = torch.zeros(2, side, side, 3, dtype=torch.uint8, device=self._device)
         self._net.train()
-        with self._whole.without_loss(), torch.compiler.set_stance("force_eager"):  # no compilation for this shape
+        with (
+            self._whole.without_loss(),
+            torch.compiler.set_stance("force_eager"),
+        ):  # no compilation for this shape
             for _ in range(2):  # the second forward pass applies the new order
                 total, _ = self.forward(images, {})
                 total.backward()  # type: ignore[no-untyped-call]

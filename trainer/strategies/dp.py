@@ -25,7 +25,9 @@ class Dp(Ddp):
         super().__init__(settings, world, device)
         self._gpus = comm.gpu_numbers(settings.device) if device.type == "cuda" else []
         self.devices = [torch.device("cuda", gpu) for gpu in self._gpus] or [device]
-        self.summary = f"DataParallel over {len(self._gpus)} GPUs; --parallel ddp with a process per GPU is faster"
+        self.summary = (
+            f"DataParallel over {len(self._gpus)} GPUs; --parallel ddp with a process per GPU is faster"
+        )
         if len(self._gpus) < 2:
             self.summary = f"--parallel dp: training on {device} only; to use several GPUs: --device 0,1"
 

@@ -42,7 +42,8 @@ class Fsdp(Strategy):
 
     def setup(self, whole: NetworkWithLoss, average: nn.Module, conditions: Conditions) -> None:
         """Keep this rank's shard of every tensor."""
-        self._whole, model = whole, whole.network
+        self._whole = whole
+        model = whole.network
         self.host_model = copy.deepcopy(average).to("cpu")
         if self._settings.sync_bn:
             synchronise(model, self._device)
@@ -57,15 +58,20 @@ class Fsdp(Strategy):
                 # Sum instead of scaling the loss by the world size, which could overflow in fp16.
                 sharded.set_gradient_divide_factor(1.0)
                 sharded.set_force_sum_reduction_for_comms(True)
-        self.module, self.average = model, average
-        self.summary = f"fsdp: {len(list(blocks(model)))} blocks and the rest of the model, in {self._size} shards each"
+        self.module = model
+        self.average = average
+        self.summary = (
+            f"fsdp: {len(list(blocks(model)))} blocks and the rest of the model, in {self._size} shards each"
+        )
 
     def forward(self, images: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
         """Return the sums and counts of this rank's share; the backward pass always sums the gradients."""
         sums, counts = self._whole(images, targets)
         return sums, counts
 
-    def clip(self, scaler: GradScaler, optimizer: Optimizer, parameters: Sequence[Tensor], most: float) -> Tensor:
+    def clip(
+        self, scaler: GradScaler, optimizer: Optimizer, parameters: Sequence[Tensor], most: float
+    ) -> Tensor:
         """Clip by the norm over the shards of all ranks."""
         norm = super().clip(scaler, optimizer, parameters, most)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -78,7 +84,8 @@ class Fsdp(Strategy):
         """Copy this rank's rows."""
         if isinstance(own, DTensor):
             rows = full.chunk(self._size)
-            own, full = own.to_local(), rows[self._rank] if self._rank < len(rows) else full[:0]
+            own = own.to_local()
+            full = rows[self._rank] if self._rank < len(rows) else full[:0]
         own.copy_(full)
 
 
@@ -106,8 +113,10 @@ def full_tensor(shards: Tensor) -> Tensor:
     """
     if not isinstance(shards, DTensor):
         return shards
-    own, group = shards.to_local(), shards.device_mesh.get_group()
-    count, length = shards.device_mesh.size(), shards.shape[0]
+    own = shards.to_local()
+    group = shards.device_mesh.get_group()
+    count = shards.device_mesh.size()
+    length = shards.shape[0]
     share = -(-length // count)  # rows per rank, as Tensor.chunk splits them; the last ranks have fewer
     padded = own.new_zeros(share, *shards.shape[1:])
     padded[: len(own)] = own

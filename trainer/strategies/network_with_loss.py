@@ -24,9 +24,13 @@ class NetworkWithLoss(nn.Module):
     _loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     inputs = staticmethod(as_input)
 
-    def __init__(self, network: nn.Module, criterion: Criterion, autocast: Callable[[], AbstractContextManager[Any]]):
+    def __init__(
+        self, network: nn.Module, criterion: Criterion, autocast: Callable[[], AbstractContextManager[Any]]
+    ):
         super().__init__()
-        self.network, self.criterion, self.autocast = network, criterion, autocast
+        self.network = network
+        self.criterion = criterion
+        self.autocast = autocast
         self.run_eagerly()
 
     def outputs(self, images: Tensor, targets: Targets) -> Outputs:
@@ -64,12 +68,15 @@ class NetworkWithLoss(nn.Module):
 
     def run_eagerly(self) -> None:
         """Undo `compile_with`."""
-        self._compute, self._loss, self._has_graphs = self._eager, self._eager_loss, False
+        self._compute = self._eager
+        self._loss = self._eager_loss
+        self._has_graphs = False
 
     @contextlib.contextmanager
     def without_loss(self) -> Iterator[None]:
         """Take the sum of all outputs for the loss within the context: it needs no targets."""
-        criterion, self.criterion = self.criterion, SumOfOutputs((1.0,))
+        criterion = self.criterion
+        self.criterion = SumOfOutputs((1.0,))
         try:
             yield
         finally:

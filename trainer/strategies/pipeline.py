@@ -36,7 +36,10 @@ class StagePart(nn.Module):
 
     def __init__(self, part: nn.Module, most: int, is_last: bool, autocast: Callable[[], Any]) -> None:
         super().__init__()
-        self.part, self.most, self.is_last, self.autocast = part, most, is_last, autocast
+        self.part = part
+        self.most = most
+        self.is_last = is_last
+        self.autocast = autocast
         self.output_spec: Any = None  # pytree of the model's outputs, on the last stage
 
     def forward(self, *received: Tensor, images: Tensor) -> tuple[Tensor, ...]:
@@ -60,11 +63,19 @@ class JointGPipe:
     """
 
     def __init__(
-        self, part: StagePart, stage: int, stages: int, number: int, device: torch.device, group: comm.Group | None
+        self,
+        part: StagePart,
+        stage: int,
+        stages: int,
+        number: int,
+        device: torch.device,
+        group: comm.Group | None,
     ) -> None:
         from torch.distributed.pipelining import PipelineStage, ScheduleGPipe  # slow to import
 
-        self._part, self._number, self._is_probed = part, number, False
+        self._part = part
+        self._number = number
+        self._is_probed = False
         self._made: list[list[Tensor]] = []  # outputs of each micro-batch
         self._gradients: list[Tensor] = []  # of each output, for the whole batch
         placed = PipelineStage(part, stage, stages, device, group=group)
@@ -72,11 +83,17 @@ class JointGPipe:
 
     def step(self, parts: Sequence[Tensor], loss_of_outputs: Callable[[Any], Tensor]) -> None:
         """Compute the gradients of one batch from its micro-batches."""
-        self._loss_of_outputs, target = loss_of_outputs, torch.zeros((), device=parts[0].device)  # torch requires one
+        self._loss_of_outputs, target = (
+            loss_of_outputs,
+            torch.zeros((), device=parts[0].device),
+        )  # torch requires one
         self._schedule.step(
-            kwarg_mbs=[{"images": part} for part in parts], target_mbs=[target] * self._number, return_outputs=False
+            kwarg_mbs=[{"images": part} for part in parts],
+            target_mbs=[target] * self._number,
+            return_outputs=False,
         )
-        self._made, self._gradients = [], []
+        self._made = []
+        self._gradients = []
 
     def _loss(self, outputs: Any, _: Tensor) -> Tensor:
         """Return a value whose backward pass starts from the gradients of the joint loss."""
@@ -113,23 +130,31 @@ class Pipeline(Strategy):
             fits = [str(n) for n in range(1, world.size + 1) if not world.size % n]
             raise TrainerError(
                 f"--stages {self.stages}: the number of ranks, {world.size}, is not a multiple of it",
-                f"use --stages {' or '.join(fits[1:] or fits)}" + (", or more --ranks" if world.size == 1 else ""),
+                f"use --stages {' or '.join(fits[1:] or fits)}"
+                + (", or more --ranks" if world.size == 1 else ""),
             )
         if tuple(map(int, torch.__version__.split(".")[:2])) < MIN_TORCH:
-            raise TrainerError(f"--parallel pipeline needs torch 2.14 or newer, this is {torch.__version__}", "use ddp")
+            raise TrainerError(
+                f"--parallel pipeline needs torch 2.14 or newer, this is {torch.__version__}", "use ddp"
+            )
         super().__init__(settings, world, device)
         self.share = world.rank // self.stages, world.size // self.stages
-        self._first_rank, self._stage = world.rank - world.rank % self.stages, world.rank % self.stages
+        self._first_rank = world.rank - world.rank % self.stages
+        self._stage = world.rank % self.stages
         self.computes_loss = self._stage == self.stages - 1
         self._schedules: dict[torch.Size, JointGPipe] = {}
 
     def setup(self, whole: NetworkWithLoss, average: nn.Module, conditions: Conditions) -> None:
         """Split the model by the times of its operations on rank 0, and keep this stage's part."""
-        self._conditions, self._whole, model = conditions, whole, whole.network
+        self._conditions = conditions
+        self._whole = whole
+        model = whole.network
         self.micro_batches = self._settings.micro_batches or min(MICRO_BATCHES, conditions.min_share)
         images = conditions.min_share // self.micro_batches
         normalises = any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
-        single = images == 1 and self._settings.imgsz // conditions.stride == 1  # one value per channel: no variance
+        single = (
+            images == 1 and self._settings.imgsz // conditions.stride == 1
+        )  # one value per channel: no variance
         if images < 1 or (single and normalises):
             raise TrainerError(
                 f"--micro-batches {self.micro_batches}: too many for a pipeline's share of a step, "
@@ -139,12 +164,15 @@ class Pipeline(Strategy):
         self._parameters = [name for name, _ in model.named_parameters()]
         if not torch_dist.is_initialized():  # PipelineStage needs a group, also with one rank
             torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        replicas, stages = self.share[1], self.stages
+        replicas = self.share[1]
+        stages = self.stages
         mesh = init_device_mesh(self._device.type, (replicas, stages), mesh_dim_names=("replicas", "stages"))
-        self.replica_group, self._pipeline = mesh.get_group("replicas"), mesh.get_group("stages")
+        self.replica_group = mesh.get_group("replicas")
+        self._pipeline = mesh.get_group("stages")
 
         graph = cut.trace(model)
-        found, error = None, None
+        found = None
+        error = None
         if comm.is_rank_zero():
             try:
                 found = self._cuts(model, graph)
@@ -195,12 +223,14 @@ class Pipeline(Strategy):
     def schedule(self, images: Tensor, targets: Targets, loss_of: LossOf, *, sync: bool) -> None:
         """Run GPipe over M micro-batches; the k-th has the images k, k + M, k + 2M, ..."""
         images = self._whole.inputs(images)
-        number, shape = self.micro_batches, images.shape[2:]
+        number = self.micro_batches
+        shape = images.shape[2:]
         if shape not in self._schedules:
             self._schedules[shape] = JointGPipe(
                 self._part, self._stage, self.stages, number, self._device, self._pipeline
             )
-        dtype, layout = _dtype(self.module), torch.channels_last
+        dtype = _dtype(self.module)
+        layout = torch.channels_last
         parts = [images[k::number].to(dtype, memory_format=layout) for k in range(number)]
 
         def loss_of_outputs(outputs: Any) -> Tensor:
@@ -224,7 +254,11 @@ class Pipeline(Strategy):
             _gradient(parameter).copy_(summed.view_as(parameter))
 
     def clip(
-        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], most: float
+        self,
+        scaler: torch.amp.GradScaler,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[Tensor],
+        most: float,
     ) -> Tensor:
         """Clip by the norm over the stages. If one stage overflows, all stages skip the step."""
         gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
@@ -256,7 +290,9 @@ class Pipeline(Strategy):
             for name, (shape, dtype) in named.items():
                 own = stage == self._stage
                 tensor = (
-                    tensors[name].detach().contiguous() if own else torch.empty(shape, dtype=dtype).to(self._device)
+                    tensors[name].detach().contiguous()
+                    if own
+                    else torch.empty(shape, dtype=dtype).to(self._device)
                 )
                 torch_dist.broadcast(tensor, self._first_rank + stage, self._pipeline)
                 found[name] = tensor.cpu()

@@ -22,7 +22,9 @@ from trainer.distributed import comm
 from trainer.errors import TrainerError
 from trainer.strategies.network_with_loss import NetworkWithLoss
 
-LossOf = Callable[[Tensor, Tensor], Tensor]  # a criterion's sums and counts of this rank -> its share of the loss
+LossOf = Callable[
+    [Tensor, Tensor], Tensor
+]  # a criterion's sums and counts of this rank -> its share of the loss
 Names = Sequence[Sequence[str]]  # parameter names of each of the optimizer's groups
 KERNELS = ("fused", "foreach")  # implementation of the optimizer; not part of its state
 
@@ -70,7 +72,9 @@ class Strategy:
     replica_group: comm.Group | None = None  # the ranks with the same part of the model; None: all
     module: nn.Module  # this rank's part of the model, with the model's parameter names; set by `setup`
     average: nn.Module  # the same part of the averaged model
-    host_model: nn.Module | None = None  # full model on the CPU to gather into; None if every rank has the full model
+    host_model: nn.Module | None = (
+        None  # full model on the CPU to gather into; None if every rank has the full model
+    )
     summary = ""  # a line for the log; set by `setup`
     unused: Mapping[str, Tensor] = {}  # tensors in no rank's part, because no operation uses them
 
@@ -80,7 +84,8 @@ class Strategy:
                 option = option_of(name)
                 what = f"--parallel {settings.parallel} does not support {option}"
                 raise TrainerError(what, f"leave {option} out, or use {DEFAULT_STRATEGY}")
-        self._settings, self._device = settings, device
+        self._settings = settings
+        self._device = device
         self.devices = [device]
         self.share = world.rank, world.size
 
@@ -104,7 +109,9 @@ class Strategy:
         """Finish a step whose gradients are summed over the ranks."""
         return
 
-    def clip(self, scaler: GradScaler, optimizer: Optimizer, parameters: Sequence[Tensor], most: float) -> Tensor:
+    def clip(
+        self, scaler: GradScaler, optimizer: Optimizer, parameters: Sequence[Tensor], most: float
+    ) -> Tensor:
         """Unscale the gradients, clip their norm over all parameters to `most`, and return the norm before."""
         scaler.unscale_(optimizer)
         return nn.utils.clip_grad_norm_(parameters, most)
@@ -158,7 +165,9 @@ class Strategy:
         ]
         return {"state": state, "param_groups": groups}
 
-    def load_optimizer(self, optimizer: Optimizer, own: Names, names: Names, content: Mapping[str, Any]) -> None:
+    def load_optimizer(
+        self, optimizer: Optimizer, own: Names, names: Names, content: Mapping[str, Any]
+    ) -> None:
         """Load this rank's part of a full state dict into its optimizer."""
         number = _numbers(names)
         for group, saved, listed in zip(optimizer.param_groups, content["param_groups"], own, strict=True):
@@ -171,7 +180,9 @@ class Strategy:
                 state = optimizer.state[parameter]
                 for key, value in kept.items():
                     if key not in state:
-                        like = parameter if value.shape == parameter.shape else value  # a step count is not sharded
+                        like = (
+                            parameter if value.shape == parameter.shape else value
+                        )  # a step count is not sharded
                         state[key] = torch.zeros_like(like, device=parameter.device, requires_grad=False)
                     self.scatter_(state[key], value)
 

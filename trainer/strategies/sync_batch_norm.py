@@ -39,7 +39,8 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         with torch.no_grad():
             var, mean = torch.var_mean(x.to(_wide(x)), (0, 2, 3), correction=0)
             number = x.numel() // x.shape[1]
-            mean, var = mean.double(), var.double()
+            mean = mean.double()
+            var = var.double()
             sums = torch.cat((mean * number, (var + mean**2) * number, mean.new_tensor([number])))
             comm.wait(comm.start_sum(sums, self.group))
             mean, var = (sums[:-1] / sums[-1]).chunk(2)
@@ -49,7 +50,14 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
         normalized: Tensor = _Normalize.apply(
-            x, self.weight, self.bias, mean.to(_wide(x)), var.to(_wide(x)), float(sums[-1]), self.eps, self.group
+            x,
+            self.weight,
+            self.bias,
+            mean.to(_wide(x)),
+            var.to(_wide(x)),
+            float(sums[-1]),
+            self.eps,
+            self.group,
         )
         return normalized
 
@@ -66,7 +74,8 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *statistics: Any) -> Tensor:
         mean, var, number, eps, group = statistics
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
-        ctx.number, ctx.group = number, group
+        ctx.number = number
+        ctx.group = group
         return F.batch_norm(x, mean, var, weight, bias, eps=eps)
 
     @staticmethod
@@ -75,7 +84,8 @@ class _Normalize(torch.autograd.Function):
         by_channel = (slice(None), None, None)
         normalized = (x.to(mean.dtype) - mean[by_channel]) * inverse[by_channel]
         gradient = gradients[0].to(mean.dtype)
-        of_bias, of_weight = gradient.sum((0, 2, 3)), (gradient * normalized).sum((0, 2, 3))
+        of_bias = gradient.sum((0, 2, 3))
+        of_weight = (gradient * normalized).sum((0, 2, 3))
         sums = torch.cat((of_bias, of_weight)).double()
         comm.wait(comm.start_sum(sums, ctx.group))
         mean_gradient, mean_product = (sums / ctx.number).to(mean.dtype).chunk(2)

@@ -39,7 +39,9 @@ class Task(ABC):
     cfg: ModelCfg  # model configuration, stored in checkpoints
     stride: int  # pixels per cell of the coarsest grid, known once the model is built
     least_side: int  # smallest image side in pixels, known once the model is built
-    norm_stride = 0  # pixels per value of the coarsest batch norm, known once the model is built; 0: the stride
+    norm_stride = (
+        0  # pixels per value of the coarsest batch norm, known once the model is built; 0: the stride
+    )
     backbone = ""  # prefix of the backbone's parameters for `backbone_lr`, known once the model is built
     can_compile = True  # whether the loss has no shapes that depend on values, known once the model is built
 

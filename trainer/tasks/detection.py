@@ -42,7 +42,9 @@ class Detection(Task):
         known = hyp_keys(self.kind)
         for key, usual in dataclasses.asdict(Hyp()).items():
             if key not in known and getattr(s.hyp, key) != usual:
-                raise TrainerError(f"--hyp: {key} has no effect on boxes", "leave it out, or use --task classify")
+                raise TrainerError(
+                    f"--hyp: {key} has no effect on boxes", "leave it out, or use --task classify"
+                )
         self._resumed = checkpoint_file.resumed(s.resume) if s.weights or s.cfg else None
         self._weights = load_weights(s.weights) if s.weights and not self._resumed else None
         if self._weights:
@@ -50,7 +52,11 @@ class Detection(Task):
             self._check_family(self._weights["cfg"])
         self._where = s.cfg or s.weights or DEFAULT_CFG
         self.cfg = self._read_cfg()
-        how: dict[str, Any] = {"imgsz": s.imgsz, "single_cls": s.single_cls, "allow_bad_labels": s.allow_bad_labels}
+        how: dict[str, Any] = {
+            "imgsz": s.imgsz,
+            "single_cls": s.single_cls,
+            "allow_bad_labels": s.allow_bad_labels,
+        }
         splits: list[Split] = ["train"] if s.noval else ["train", "val"]
         self.train_set, *others = open_datasets(s.data, splits, **how)
         self.val_set = others[0] if others else NoImages(self.train_set.names)
@@ -74,7 +80,8 @@ class Detection(Task):
 
     def _read_cfg(self) -> ModelCfg:
         """Return the model of --cfg, else of the weights; of a resumed run whose --cfg is gone, its checkpoint's."""
-        cfg, made = self._settings.cfg, self._weights or self._resumed
+        cfg = self._settings.cfg
+        made = self._weights or self._resumed
         if made and not cfg:
             return dict(made["cfg"])
         try:
@@ -111,7 +118,8 @@ class Detection(Task):
         message = f"weights from {s.weights}: {fit}/{of} tensors"
         if kept:
             message += f"; the anchors are taken from {self._where}"
-        before, now = len(weights["names"]), len(self.names)
+        before = len(weights["names"])
+        now = len(self.names)
         if before != now:
             message += f"; a new head for {now} classes instead of {before}"
         return message
@@ -147,7 +155,8 @@ class Detection(Task):
 
     def val_loader(self, share: LoaderShare) -> ValLoader:
         """Return the loader of letterboxed batches."""
-        s, rect = self._settings, not self._parts.needs_squares
+        s = self._settings
+        rect = not self._parts.needs_squares
         return ValLoader(self.val_set, imgsz=s.imgsz, batch=s.batch, rect=rect, **share)
 
     def metric(self) -> BoxMAP:
@@ -158,7 +167,8 @@ class Detection(Task):
         self, model: nn.Module, batches: Iterable[ValBatch], device: torch.device, dtype: torch.dtype
     ) -> tuple[BoxMAP, list[Any]]:
         """Return this rank's metric over its batches, and its first images with their predictions."""
-        metric, shown = self.metric(), list[Sample]()
+        metric = self.metric()
+        shown = list[Sample]()
         for image_id, found in detect(Detector(model, self._parts, device, dtype, Limits()), batches):
             count(metric, self.val_set, image_id, found)
             if len(shown) < SHOWN:
@@ -169,7 +179,11 @@ class Detection(Task):
 def other_anchors(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     """Return the names of anchor tensors that differ in `state` but have the same shape."""
     own = {k: v for k, v in model.state_dict().items() if k.endswith(".anchors") and k in state}
-    return [k for k, v in own.items() if v.shape == state[k].shape and not torch.allclose(v, state[k].to(v), rtol=1e-3)]
+    return [
+        k
+        for k, v in own.items()
+        if v.shape == state[k].shape and not torch.allclose(v, state[k].to(v), rtol=1e-3)
+    ]
 
 
 def detect(detector: Detector, batches: Iterable[ValBatch]) -> Iterator[tuple[int, Detections]]:
@@ -191,12 +205,15 @@ def count(metric: BoxMAP, dataset: Dataset, image_id: int, found: Detections) ->
 def truth_of(dataset: Dataset, image_id: int) -> tuple[Any, Any]:
     """Return an image's labels: boxes (n, 4) xyxy in px of the original image, and classes (n,)."""
     labels, (height, width) = dataset.labels(image_id), dataset.size(image_id)
-    centre, half = labels[:, 1:3], labels[:, 3:] / 2
+    centre = labels[:, 1:3]
+    half = labels[:, 3:] / 2
     boxes = np.concatenate((centre - half, centre + half), 1) * np.array([width, height, width, height])
     return boxes, labels[:, 0]
 
 
-def sample_of(dataset: Dataset, image_id: int, found: Detections, truth: tuple[Any, Any] | None = None) -> Sample:
+def sample_of(
+    dataset: Dataset, image_id: int, found: Detections, truth: tuple[Any, Any] | None = None
+) -> Sample:
     """Return an image with its labels, or those in `truth` (boxes, classes), and its detections that are sure."""
     sure = found.scores >= SHOWN_CONFIDENCE
     boxes, scores, classes = (part[sure].numpy() for part in (found.boxes, found.scores, found.classes))

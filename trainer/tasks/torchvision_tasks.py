@@ -64,7 +64,9 @@ class TorchvisionTask(Task):
         s = settings
         for field in _BOXES_ONLY:
             if getattr(s, field) != getattr(Settings, field):
-                raise TrainerError(f"{option_of(field)} is for boxes, but this is --task {s.task}", "leave it out")
+                raise TrainerError(
+                    f"{option_of(field)} is for boxes, but this is --task {s.task}", "leave it out"
+                )
         usual = dataclasses.asdict(preset_for(s.data, s.task).hyp)
         changed = [k for k, v in dataclasses.asdict(s.hyp).items() if v != usual[k]]
         known = hyp_keys(self.kind)
@@ -87,7 +89,8 @@ class TorchvisionTask(Task):
 
     def build(self, say: Callable[[str], None]) -> Classifier:
         """Return the network for the classes of the data, with the matching tensors of --weights."""
-        s, model = self._settings, self.network()
+        s = self._settings
+        model = self.network()
         if s.weights and not self._resumed:
             state = self._weights["ema"] if self._weights else own_weights(self.cfg["torchvision"], s.imgsz)
             fit, of = checkpoint_file.transfer(model, state, s.weights)
@@ -108,7 +111,8 @@ class TorchvisionTask(Task):
 
     def val_loader(self, share: LoaderShare) -> EvalLoader[Any]:
         """Return the loader of validation images, each on one rank, with the batch size of training."""
-        side, batch = self._settings.imgsz, -(-self._settings.batch // share["world"])
+        side = self._settings.imgsz
+        batch = -(-self._settings.batch // share["world"])
         mine = np.array_split(np.arange(len(self.val_set)), share["world"])[share["rank"]]
         specs = [BatchSpec(mine[k : k + batch], (side, side)) for k in range(0, len(mine), batch)]
         return EvalLoader(self.collate_type(self.val_set, side), specs, share["workers"], share["local_size"])
@@ -117,7 +121,8 @@ class TorchvisionTask(Task):
         self, model: Classifier, batches: Iterable[Any], device: torch.device, dtype: torch.dtype
     ) -> tuple[Metric, list[Any]]:
         """Return this rank's metric over its batches, and some images with their predictions."""
-        metric, shown = self.metric(), list[Any]()
+        metric = self.metric()
+        shown = list[Any]()
         model.eval()
         with torch.inference_mode():
             for batch in batches:
@@ -211,7 +216,9 @@ class Segmentation(TorchvisionTask):
         if settings.hyp.scale >= 1:
             what = f"--hyp: scale must be below 1, not {settings.hyp.scale:g}"
             raise TrainerError(what, "0.5 is from half to one and a half")
-        self.train_set, self.val_set = open_segmentation(settings.data, settings.imgsz, validates=not settings.noval)
+        self.train_set, self.val_set = open_segmentation(
+            settings.data, settings.imgsz, validates=not settings.noval
+        )
         self.names = self.train_set.names
 
     def network(self) -> Segmenter:

@@ -48,7 +48,9 @@ def parse(words: Sequence[str], defaults: Mapping[str, Any]) -> Arguments:
         else:
             known = (*TASKS, *OTHER_TASKS, "train", *OTHER_MODES, *defaults)
             near = difflib.get_close_matches(text, known, 1)
-            raise TrainerError(f"yolo: {word}: no such argument", f"did you mean {near[0]}?" if near else EXAMPLE)
+            raise TrainerError(
+                f"yolo: {word}: no such argument", f"did you mean {near[0]}?" if near else EXAMPLE
+            )
     _check_mode(values.pop("mode", ""))
     task = values.pop("task", "")
     if task and task not in TASKS:
@@ -61,7 +63,9 @@ def _check_mode(mode: str) -> None:
     if not mode:
         raise TrainerError("yolo: no mode was given", f"it trains: {EXAMPLE}")
     if mode in OTHER_MODES:
-        hint = f"use the program itself, where `ultralytics` is installed: yolo {mode} model=weights/best.pt ..."
+        hint = (
+            f"use the program itself, where `ultralytics` is installed: yolo {mode} model=weights/best.pt ..."
+        )
         raise TrainerError(f"yolo {mode}: only `train` runs on several machines", hint)
     if mode != "train":
         raise TrainerError(f"yolo mode={mode}: no such mode", f"it trains: {EXAMPLE}")
@@ -78,7 +82,8 @@ def check_batch(batch: Any, ranks: int) -> None:
             f"give the number of images of all ranks together, for example {example}",
         )
     if batch % ranks:
-        lower, upper = batch - batch % ranks, batch - batch % ranks + ranks
+        lower = batch - batch % ranks
+        upper = batch - batch % ranks + ranks
         near = f"{lower} or {upper}" if lower else f"{upper}"
         raise TrainerError(f"batch={batch} cannot be divided among {ranks} ranks", f"use {near}")
 
@@ -103,5 +108,7 @@ def wanted_device(given: str, launched: str, ranks: int) -> str:
         raise TrainerError(f"device={given}, but the job was launched with --device {launched}", hint)
     if given[0].isdecimal() and given.count(",") + 1 != ranks:
         listed = "1 GPU" if "," not in given else f"{given.count(',') + 1} GPUs"
-        raise TrainerError(f"device={given} names {listed}, but this node has {ranks} ranks, one for each GPU", hint)
+        raise TrainerError(
+            f"device={given} names {listed}, but this node has {ranks} ranks, one for each GPU", hint
+        )
     return given

@@ -23,7 +23,8 @@ from trainer.errors import TrainerError
 from trainer.weights import checkpoint_file, download
 from trainer.weights.official import MALFORMED
 
-LAST, BEST = checkpoints.LAST, checkpoints.BEST
+LAST = checkpoints.LAST
+BEST = checkpoints.BEST
 
 
 class Copies:
@@ -31,13 +32,17 @@ class Copies:
 
     def __init__(self, folder: Path, world: comm.World) -> None:
         """A collective."""
-        self.folder, self._world = folder, world
+        self.folder = folder
+        self._world = world
         self._writes = checkpoints.is_writer(folder, world)
         self._writers = [rank for rank, writes in enumerate(comm.all_gather(self._writes)) if writes]
         # One rank per machine takes part, over gloo, so that no checkpoint passes through a GPU's memory.
         several = len(self._writers) > 1
-        self._group: Any = dist.new_group(self._writers, backend="gloo", timeout=comm.TIMEOUT) if several else None
-        self.last, self.best = folder / LAST, folder / BEST
+        self._group: Any = (
+            dist.new_group(self._writers, backend="gloo", timeout=comm.TIMEOUT) if several else None
+        )
+        self.last = folder / LAST
+        self.best = folder / BEST
         self.epoch = -1  # of the newest copy, counted from 0
 
     def begin(self, *, resumes: bool) -> dict[str, Any] | None:
@@ -149,7 +154,11 @@ def _table(columns: Any) -> dict[str, list[Any]]:
     """Return the columns of results.csv in a checkpoint; {} if they are malformed, or the file had no table yet."""
     if not isinstance(columns, dict) or not all(isinstance(column, list) for column in columns.values()):
         return {}
-    return {str(name): column for name, column in columns.items()} if len(set(map(len, columns.values()))) == 1 else {}
+    return (
+        {str(name): column for name, column in columns.items()}
+        if len(set(map(len, columns.values()))) == 1
+        else {}
+    )
 
 
 class _Ignored:

@@ -32,10 +32,14 @@ def check(data: str) -> None:
         for entry in content.entries(split):
             candidates = source_candidates(content.root(), str(entry))
             if not any(source.exists() for source in candidates):
-                raise TrainerError(f"data={data}: the {split} images are not on this node: {candidates[0]}", _HINT)
+                raise TrainerError(
+                    f"data={data}: the {split} images are not on this node: {candidates[0]}", _HINT
+                )
 
 
-_HINT = "correct the path; the launcher sends or mounts the folders that exist on its machine, others: --mount"
+_HINT = (
+    "correct the path; the launcher sends or mounts the folders that exist on its machine, others: --mount"
+)
 
 
 @contextlib.contextmanager

@@ -26,9 +26,7 @@ REQUIREMENT = f"ultralytics>={TESTED[0]},<8.5"
 
 def check_version() -> str:
     """Return the installed version. Raise TrainerError if the package is missing, or of a line that is not tested."""
-    install = (
-        f'install it: pip install "{REQUIREMENT}"; for a job: clusterctl launch --setup \'pip install "{REQUIREMENT}"\''
-    )
+    install = f'install it: pip install "{REQUIREMENT}"; for a job: clusterctl launch --setup \'pip install "{REQUIREMENT}"\''
     try:
         version = importlib.metadata.version(NAME)
     except importlib.metadata.PackageNotFoundError:
@@ -67,7 +65,8 @@ def load_opencv() -> None:
     The package installs `opencv-python`, which needs libraries of a desktop. A slim container image lacks them, and has
     `opencv-python-headless`, which the other one hides.
     """
-    before, causes = list(sys.path), []
+    before = list(sys.path)
+    causes = []
     for first in ([], *([entry] for entry in before if Path(entry, "cv2").is_dir())):
         sys.path[:] = [*first, *before]
         try:
@@ -100,20 +99,30 @@ def read_arguments(words: Sequence[str]) -> tuple[str, dict[str, Any], Any]:
     cfg = importlib.import_module(f"{NAME}.cfg")
     found = parse(words, cfg.DEFAULT_CFG_DICT)
     logger = importlib.import_module(f"{NAME}.utils").LOGGER
-    before, logger.disabled = logger.disabled, True  # it would print the package's whole help after an unknown argument
+    before, logger.disabled = (
+        logger.disabled,
+        True,
+    )  # it would print the package's whole help after an unknown argument
     try:
         values = dict(cfg.parse_key_value_pair(f"{name}={value}") for name, value in found.values.items())
         if file := values.pop("cfg", None):
             values = {**_read_file(Path(str(file))), **values}
         task = str(found.task or values.pop("task", None) or "")
         resolved = cfg.get_cfg(overrides={key: value for key, value in values.items() if key != "task"})
-    except (SyntaxError, TypeError, ValueError, AssertionError) as error:  # as the package reports what is wrong
+    except (
+        SyntaxError,
+        TypeError,
+        ValueError,
+        AssertionError,
+    ) as error:  # as the package reports what is wrong
         raise TrainerError(f"yolo: {first_line(error)}", "the arguments and their values: yolo cfg") from None
     finally:
         logger.disabled = before
     values.pop("task", None)
     if task and task not in TASKS:
-        raise TrainerError(f"cfg=: its task {task} does not train on several machines", f"use {', '.join(TASKS)}")
+        raise TrainerError(
+            f"cfg=: its task {task} does not train on several machines", f"use {', '.join(TASKS)}"
+        )
     if isinstance(resolved.data, (list, tuple)):
         raise TrainerError("data= names several datasets, and a job trains on one", "launch a job for each")
     return task, values, resolved

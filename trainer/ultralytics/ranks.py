@@ -43,7 +43,8 @@ class _OnAllRanks(_Base):  # type: ignore[misc]
         self.ddp = False  # start no processes: the ranks run already
         # After NaN losses all ranks load the last checkpoint, also on machines without rank 0's weights.
         if session.copies and session.world.rank:
-            self.last, self.best = session.copies.last, session.copies.best
+            self.last = session.copies.last
+            self.best = session.copies.best
 
     def check_resume(self, overrides: dict[str, Any]) -> None:
         """Read the arguments of the run to resume. The folder and the paths are those of this machine."""
@@ -113,7 +114,12 @@ class _OnAllRanks(_Base):  # type: ignore[misc]
                 stack.enter_context(_as_only_process())
                 loader = self.test_loader  # it has this rank's share of the images
                 build = importlib.import_module("ultralytics.data").build_dataloader
-                options = {"batch": loader.batch_size, "workers": loader.num_workers, "shuffle": False, "rank": -1}
+                options = {
+                    "batch": loader.batch_size,
+                    "workers": loader.num_workers,
+                    "shuffle": False,
+                    "rank": -1,
+                }
                 self.validator.dataloader = build(loader.dataset, **options)
             super().final_eval()
 

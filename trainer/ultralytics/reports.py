@@ -19,9 +19,11 @@ class Reports:
     """The callbacks of one run. `trainer` is the package's object in all of them."""
 
     def __init__(self, session: Session, task: str) -> None:
-        self.session, self._names = session, SCORES[task]
+        self.session = session
+        self._names = SCORES[task]
         self.has_begun = False
-        self._step, self._has_scores = 0, False
+        self._step = 0
+        self._has_scores = False
         self.scores: dict[str, float] = {}
         self._began = self._trained_s = 0.0
         self._epoch_s = 0.0  # of the last epoch, with its validation
@@ -39,7 +41,9 @@ class Reports:
         """Start the clock of an epoch."""
         self.has_begun = True
         self._stop_if(self.session.agree_to_stop(now=True))
-        self._began, self._step, self._has_scores = time.monotonic(), 0, False
+        self._began = time.monotonic()
+        self._step = 0
+        self._has_scores = False
 
     def on_train_batch_end(self, trainer: Any) -> None:
         """Report the progress; stop if a rank has received a signal."""
@@ -113,7 +117,9 @@ class Reports:
             return
         copies = self.session.copies
         if copies and copies.epoch >= 0:
-            raise Stopped(number, f"after the checkpoint of epoch {copies.epoch + 1}{lost}", "run it again to resume")
+            raise Stopped(
+                number, f"after the checkpoint of epoch {copies.epoch + 1}{lost}", "run it again to resume"
+            )
         where = "before the first checkpoint" if copies else "and cannot be resumed without a launcher"
         raise Stopped(number, f"{where}{lost}", "", exit_code=128 + number)
 

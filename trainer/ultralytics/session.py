@@ -62,7 +62,10 @@ class Session:
         found = self._answer()
         if not found:
             received = torch.tensor([float(self.signals.received)])
-            self._vote = dist.all_reduce(received, dist.ReduceOp.MAX, group=self._all, async_op=True), received
+            self._vote = (
+                dist.all_reduce(received, dist.ReduceOp.MAX, group=self._all, async_op=True),
+                received,
+            )
         return found or (self._answer() if now else 0)
 
     def _answer(self) -> int:

@@ -48,16 +48,16 @@ def train(words: Sequence[str], launched_device: str) -> None:
         raise TrainerError("data= is missing", "give the path of a data.yaml, or a name: data=coco8.yaml")
     under_launcher = contract.RUN_DIR in os.environ
     if resolved.resume and (under_launcher or world.size > 1):
-        hint = (
-            "omit resume, because a restart resumes by itself; a new run can start from its weights: model=.../last.pt"
-        )
+        hint = "omit resume, because a restart resumes by itself; a new run can start from its weights: model=.../last.pt"
         raise TrainerError("resume continues a run on one machine, not a launched job", hint)
     device = _device(wanted_device(device_text(resolved.device), launched_device, ranks_here), world)
     events = Events(os.environ)
     with comm.rendezvous_errors(world, device, TIMEOUT):
         backend = comm.join(world, device, TIMEOUT)
         _check_data(str(resolved.data or ""))
-    events.emit(contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type)
+    events.emit(
+        contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type
+    )
 
     session = Session(world, device, events, str(resolved.data or ""), store=comm.connect_store())
     header = None
@@ -123,7 +123,8 @@ def _check_data(value: str) -> None:
 
 def _run_folder() -> Path:
     """Return the launcher's folder on this node; an error stops all ranks. A collective."""
-    folder, error = Path(), None
+    folder = Path()
+    error = None
     try:
         folder = checkpoint_file.make_run_dir(os.environ, "", "", False)
     except TrainerError as found:
@@ -145,7 +146,8 @@ def _load(task: str, values: dict[str, Any], session: Session, *, resumes: bool)
     defaults = importlib.import_module("ultralytics.cfg").TASK2MODEL
     name = str(values.get("model") or defaults[task or TASKS[0]])
     world = session.world
-    model, turns = None, (0, 1, 2)
+    model = None
+    turns = (0, 1, 2)
     mine = 0 if world.rank == 0 else 1 if world.local_rank == 0 else 2
     for turn in turns:  # rank 0, the first ranks of other nodes, the others
         error = None
@@ -165,7 +167,15 @@ def _open_model(name: str, task: str) -> Any:
         # As the package's own command line guesses it.
         is_rtdetr = "rtdetr" in Path(name).stem.lower()
         model = ultralytics.RTDETR(name) if is_rtdetr else ultralytics.YOLO(name, task=task or None)
-    except (OSError, ValueError, TypeError, SyntaxError, RuntimeError, NotImplementedError, LookupError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        SyntaxError,
+        RuntimeError,
+        NotImplementedError,
+        LookupError,
+    ) as error:
         hint = "give a .pt or .yaml file, or a name that can be downloaded here: model=yolo26n.pt"
         raise TrainerError(f"model={name}: {package.first_line(error)}", hint) from None
     if type(model) not in (ultralytics.YOLO, ultralytics.RTDETR) or model.task not in TASKS:
@@ -195,7 +205,11 @@ def _options(values: dict[str, Any], device: torch.device, *, resumes: bool) -> 
     if device.type == "cpu":
         # Only rank 0 finds out that a CPU has no mixed precision, and 8.3 does not tell the others.
         options["amp"] = False
-    return {**options, "device": "cpu" if device.type == "cpu" else device, **({"resume": True} if resumes else {})}
+    return {
+        **options,
+        "device": "cpu" if device.type == "cpu" else device,
+        **({"resume": True} if resumes else {}),
+    }
 
 
 def _print_start(version: str, session: Session, backend: str) -> None:

@@ -21,7 +21,8 @@ from trainer.errors import TrainerError
 from trainer.weights import download, official, torch_archive
 
 FORMAT = 1
-LAST, PREVIOUS = contract.LAST_CHECKPOINT, contract.PREVIOUS_CHECKPOINT
+LAST = contract.LAST_CHECKPOINT
+PREVIOUS = contract.PREVIOUS_CHECKPOINT
 # Of every file: the averaged weights, and what is needed to use them. Files that a run is resumed from have more.
 KEYS = ("format", "ema", "epoch", "hyp", "cfg", "names", "imgsz")
 
@@ -32,13 +33,17 @@ def make_run_dir(environment: Mapping[str, str], project: str, name: str, exist_
     if given:
         path = Path(given)
         if not path.is_dir():
-            raise TrainerError(f"{contract.RUN_DIR} {path}: no such folder", "the launcher must create or mount it")
+            raise TrainerError(
+                f"{contract.RUN_DIR} {path}: no such folder", "the launcher must create or mount it"
+            )
         check_writable(path)
         return path
     parent = Path(project)
     for option, text in (("--project", project), ("--name", name)):
         if not _is_utf8(text):
-            raise TrainerError(f"{option} {text}: not UTF-8, which TensorBoard's files need", "choose another name")
+            raise TrainerError(
+                f"{option} {text}: not UTF-8, which TensorBoard's files need", "choose another name"
+            )
     try:
         parent.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
@@ -49,7 +54,9 @@ def make_run_dir(environment: Mapping[str, str], project: str, name: str, exist_
             if exist_ok:
                 raise TrainerError(f"{path} is a file, not a folder")
     except OSError as error:
-        what = f"{path if parent.is_dir() else parent}: cannot be created: {error.strerror}{_ownership(parent)}"
+        what = (
+            f"{path if parent.is_dir() else parent}: cannot be created: {error.strerror}{_ownership(parent)}"
+        )
         raise TrainerError(what, "choose another folder with --project") from error
     check_writable(path)
     return path
@@ -98,7 +105,10 @@ def save(path: Path, content: dict[str, Any], previous: Path | None = None) -> N
             if previous and path.exists():
                 _keep(path, previous)
         _sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError with a full disk's OSError as its context
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # torch raises RuntimeError with a full disk's OSError as its context
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
@@ -163,7 +173,9 @@ def load(weights: str, *, device: str = "cpu") -> dict[str, Any]:
     if not isinstance(content, dict) or "format" not in content:
         raise _foreign(weights)
     if content["format"] != FORMAT:  # before its keys, which may be others
-        what = f"--weights {weights}: written by another version of this trainer, in format {content['format']}"
+        what = (
+            f"--weights {weights}: written by another version of this trainer, in format {content['format']}"
+        )
         raise TrainerError(what, f"use that version; this one reads format {FORMAT}")
     if any(key not in content for key in KEYS):
         raise _foreign(weights)
@@ -181,7 +193,9 @@ def _check_sums(path: str | Path, weights: str) -> None:
         torch_archive.check(path)
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, OSError) as error:
         what = f"--weights {weights}: the file is damaged: {error}"
-        raise TrainerError(what, "copy it again; a run's folder has the checkpoint before it, previous.pt") from error
+        raise TrainerError(
+            what, "copy it again; a run's folder has the checkpoint before it, previous.pt"
+        ) from error
 
 
 def is_resumable(content: Mapping[str, Any]) -> bool:

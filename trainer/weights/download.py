@@ -48,7 +48,9 @@ def locate(weights: str, environment: Mapping[str, str] = os.environ) -> Path:
     source, mark, wanted = weights.partition("#sha256=")
     wanted = wanted.lower()
     if mark and not re.fullmatch("[0-9a-f]{64}", wanted):
-        raise TrainerError(f"--weights {weights}: a sha256 has 64 hexadecimal digits", f"see: sha256sum {source}")
+        raise TrainerError(
+            f"--weights {weights}: a sha256 has 64 hexadecimal digits", f"see: sha256sum {source}"
+        )
     target = Path(source)
     if source.startswith(("http://", "https://")):
         # Two URLs can end in the same file name.
@@ -56,7 +58,8 @@ def locate(weights: str, environment: Mapping[str, str] = os.environ) -> Path:
         name = urllib.parse.unquote(source.partition("?")[0].rpartition("/")[2])
         if not name:
             raise TrainerError(f"--weights {weights}: the address names no file")
-        address, target = source, _cached(f"{folder}/{name}", environment)
+        address = source
+        target = _cached(f"{folder}/{name}", environment)
     elif source in RELEASES and not target.exists():
         address = f"{environment.get(MIRROR) or RELEASES[source]}/{source}"
         target = _cached(source, environment)
@@ -74,7 +77,9 @@ def locate(weights: str, environment: Mapping[str, str] = os.environ) -> Path:
                 found = fetch(address, target, wanted, f"--weights {weights}", by_hand)
                 print(f"weights: {target} ({target.stat().st_size / 1e6:.1f} MB, sha256 {found})", flush=True)
     if wanted and target.is_file():
-        hint = "correct the sum, or remove a damaged file: it is downloaded again" if address else _ANOTHER_FILE
+        hint = (
+            "correct the sum, or remove a damaged file: it is downloaded again" if address else _ANOTHER_FILE
+        )
         check_sha256(target, wanted, f"--weights {weights}: {target}", hint)
     return target
 
@@ -121,7 +126,9 @@ def fetch(address: str, target: Path, wanted: str, option: str, by_hand: str) ->
         with replacing(target) as temporary:
             with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer, temporary.open("wb") as file:
                 size = int(answer.headers.get("Content-Length") or 0)
-                with wrap_file(answer, size, description="", console=console, transient=True, disable=hidden) as source:
+                with wrap_file(
+                    answer, size, description="", console=console, transient=True, disable=hidden
+                ) as source:
                     shutil.copyfileobj(source, file, CHUNK)
                 if size and file.tell() != size:
                     raise OSError(f"the connection ended after {file.tell()} of {size} bytes")

@@ -34,7 +34,16 @@ CFG_KEYS = ("nc", "depth_multiple", "width_multiple", "anchors", "backbone", "he
 # Errors of malformed files: pickle's own, and those of the few calls that a pickle may make.
 MALFORMED = (
     *(pickle.UnpicklingError, zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RecursionError),
-    *(ArithmeticError, AttributeError, ImportError, LookupError, MemoryError, RuntimeError, TypeError, ValueError),
+    *(
+        ArithmeticError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ),
 )
 
 
@@ -61,10 +70,10 @@ def load(path: str) -> dict[str, Any]:
         return {**_description(model), "epoch": content.get("epoch", -1)}
     except MALFORMED as error:
         first = (str(error).splitlines() or [""])[0]
-        what = (
-            f"--weights {path}: not a checkpoint of YOLOv5 or ultralytics, or damaged: {type(error).__name__}: {first}"
-        )
-        raise TrainerError(what, "download it again, or give a best.pt or last.pt that this trainer wrote") from error
+        what = f"--weights {path}: not a checkpoint of YOLOv5 or ultralytics, or damaged: {type(error).__name__}: {first}"
+        raise TrainerError(
+            what, "download it again, or give a best.pt or last.pt that this trainer wrote"
+        ) from error
 
 
 def _telling(names: Sequence[str]) -> str:
@@ -91,7 +100,9 @@ def _description(model: Any) -> dict[str, Any]:
     is_anchor_based = "anchors" in layers[-1]._buffers
     cfg = _cfg_of_anchors(model, layers[-1]) if is_anchor_based else _cfg_of_layers(model, layers, state)
     names = model.names
-    names = [str(names[k]) for k in range(len(names))] if isinstance(names, Mapping) else [str(n) for n in names]
+    names = (
+        [str(names[k]) for k in range(len(names))] if isinstance(names, Mapping) else [str(n) for n in names]
+    )
     if len(names) != cfg["nc"]:
         raise ValueError(f"{len(names)} names for {cfg['nc']} classes")
     # The releases of YOLOv5 do not say it.

@@ -76,7 +76,9 @@ class BatchBackend(Backend):
 
     machines = "assigned"
     has_login_node = requeues = True
-    supports = frozenset({"--image", "--mount", "--set", "--time", "--prologue", "--run-option", "image push", "sync"})
+    supports = frozenset(
+        {"--image", "--mount", "--set", "--time", "--prologue", "--run-option", "image push", "sync"}
+    )
     default_runtime = "apptainer"
 
     #: The batch system's name in sentences.
@@ -137,7 +139,9 @@ class BatchBackend(Backend):
 
     def _setup(self, job: Job, plan: Plan, login: Machine) -> list[str]:
         """Return the variables of job.sh."""
-        node = script.render_in_batch(job, plan, login, scripts.text(self.node_script, "backends/batch/node.sh"))
+        node = script.render_in_batch(
+            job, plan, login, scripts.text(self.node_script, "backends/batch/node.sh")
+        )
         end = _END
         while end in node:
             end += "_"
@@ -164,7 +168,8 @@ class BatchBackend(Backend):
     def check(self, job: Job, plan: Plan) -> None:
         """Run the preflight check on the login node. Raises UsageError for what is missing, or NameTakenError."""
         assert job.queue is not None
-        login, is_first = job.queue.login, plan.attempt == 1
+        login = job.queue.login
+        is_first = plan.attempt == 1
         command = site.check_command(
             job,
             self.name,
@@ -223,7 +228,8 @@ class BatchBackend(Backend):
 
     def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
         """Cancel the job, and wait until it ends. Raises ClusterError if it is still in the queue."""
-        login, program = plan.nodes[0].machine, self.programs.cancel
+        login = plan.nodes[0].machine
+        program = self.programs.cancel
         # The batch script needs some seconds to forward the signal.
         grace = max(3, math.ceil(grace_s)) if grace_s else 0
         command = self._cancellation(plan.job_id, plan.job.launch_id, plan.dir_on(login), grace)
@@ -233,9 +239,13 @@ class BatchBackend(Backend):
             raise UnreachableError(f"{program}: {done.last_line}", f"clusterctl stop {plan.job_id}")
         if done.out.strip():
             left = ", ".join(done.out.splitlines())
-            raise ClusterError(f"{left} of {plan.job_id} is still in the queue after {program}", self.programs.own_jobs)
+            raise ClusterError(
+                f"{left} of {plan.job_id} is still in the queue after {program}", self.programs.own_jobs
+            )
 
-    def jobs_on(self, inventory: Inventory, supervised: Collection[str]) -> dict[str, list[FoundJob] | ClusterError]:
+    def jobs_on(
+        self, inventory: Inventory, supervised: Collection[str]
+    ) -> dict[str, list[FoundJob] | ClusterError]:
         """Return what its jobs have on the login node. They run while the queue has them, as it may restart them."""
         (login,) = inventory.machines
 
@@ -245,7 +255,9 @@ class BatchBackend(Backend):
             words = [word for pair in names.items() for word in pair]
             done = reach(machine).run(self._command("queued", *words), timeout_s=60)
             if done.code:
-                raise UnreachableError(f"{machine.name}: {self.programs.queue}: {done.last_line}", self.programs.ping)
+                raise UnreachableError(
+                    f"{machine.name}: {self.programs.queue}: {done.last_line}", self.programs.ping
+                )
             running = {*done.out.split(), *supervised}
             return [replace(job, runs=job.launch_id in running) for job in jobs]
 
@@ -256,7 +268,9 @@ class BatchBackend(Backend):
         (login,) = inventory.machines
         done = reach(login).run(self._cancellation(found.job, found.launch_id), timeout_s=120)
         if done.code or done.out.strip():
-            raise ClusterError(f"{login.name}: {found.job} is still in the queue: {done.out.strip() or done.last_line}")
+            raise ClusterError(
+                f"{login.name}: {found.job} is still in the queue: {done.out.strip() or done.last_line}"
+            )
         super().remove(inventory, found)
 
     def _cancellation(self, job: str, launch_id: str, folder: str = "", grace_s: int = 0) -> list[str]:
@@ -274,7 +288,8 @@ class BatchBackend(Backend):
             return self._requeued(plan)
 
     def _requeued(self, plan: Plan) -> Plan | None:
-        login, clock = plan.nodes[0].machine, AwakeClock()
+        login = plan.nodes[0].machine
+        clock = AwakeClock()
         until = clock() + _REQUEUE_S
         while clock() < until:
             try:

@@ -73,7 +73,9 @@ def statuses(
         if status.phase == "exited":
             made.append(_exited(status, job, where))
         elif requeued:
-            made.append(NodeStatus(status.node, "lost", detail=f"{scheduler} requeued the job {where}".strip()))
+            made.append(
+                NodeStatus(status.node, "lost", detail=f"{scheduler} requeued the job {where}".strip())
+            )
         elif job is None:
             made.append(NodeStatus(status.node, "lost", detail=f"{lister} does not list the job"))
         elif job.is_active:

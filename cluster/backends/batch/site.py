@@ -28,7 +28,9 @@ def check_command(
     where = {"image": kind.image_file(job.image), "run_dir": run_dir, "new": new, "name": name}
     lists = {"programs": tuple(programs), "version": version, "needs": tuple(needs)}
     folder = f"backends/{backend}"
-    return scripts.command_after(folder, "backends/batch/check", scheduler=title, runtime=kind.name, **lists, **where)
+    return scripts.command_after(
+        folder, "backends/batch/check", scheduler=title, runtime=kind.name, **lists, **where
+    )
 
 
 def problems(job: Job, has: Mapping[str, Sequence[str]], where: str, title: str, ping: str) -> list[Problem]:
@@ -40,7 +42,10 @@ def problems(job: Job, has: Mapping[str, Sequence[str]], where: str, title: str,
     hints = {
         "no_program": ("{} not found", f"set login in cluster.yaml to a login node of the {title} cluster"),
         "down": (f"{title} does not answer: {{}}", f"check it: {ping}"),
-        "run_dir": ("cannot write to the run directory {}", "run_dir in cluster.yaml, or --run-dir: a shared folder"),
+        "run_dir": (
+            "cannot write to the run directory {}",
+            "run_dir in cluster.yaml, or --run-dir: a shared folder",
+        ),
         "no_runtime": (
             "the runtime {} is not installed",
             "ask the administrator, or set another runtime in cluster.yaml",

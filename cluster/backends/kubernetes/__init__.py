@@ -24,8 +24,23 @@ from cluster.agent import scripts
 from cluster.backends import results, script
 from cluster.backends.awake_clock import AwakeClock
 from cluster.backends.base import Backend, FoundJob
-from cluster.backends.kubernetes import discover, files, kubectl, manifests, pods, preflight, template, waiting
-from cluster.backends.kubernetes.kubectl import ForbiddenError, Kubectl, NodeSilentError, NotFoundError, QuotaError
+from cluster.backends.kubernetes import (
+    discover,
+    files,
+    kubectl,
+    manifests,
+    pods,
+    preflight,
+    template,
+    waiting,
+)
+from cluster.backends.kubernetes.kubectl import (
+    ForbiddenError,
+    Kubectl,
+    NodeSilentError,
+    NotFoundError,
+    QuotaError,
+)
 from cluster.backends.kubernetes.manifests import (
     ATTEMPT_LABEL,
     JOB_LABEL,
@@ -53,7 +68,8 @@ _NO_PUSH = (
 #: The label of the launcher, and those of a job and of its attempt.
 OURS = f"{MANAGED_BY}=clusterctl"
 #: The files on this machine with what the pods get: the working directory as it was at the launch, and what is where.
-_INPUTS_TAR, _INPUTS = "inputs.tar", "inputs.json"
+_INPUTS_TAR = "inputs.tar"
+_INPUTS = "inputs.json"
 #: The name in that archive of a working directory that a volume keeps. It is no path, so nothing else is below it.
 _KEPT = ".workdir"
 #: The file in an attempt's folder on this machine that says that its results are here.
@@ -115,7 +131,9 @@ class _Transfer:
         """Whether its thread runs."""
         return self.thread is not None and self.thread.is_alive()
 
-    def start(self, client: Kubectl, pod: str, python: str, parts: Sequence[files.Part], kept: Sequence[str]) -> None:
+    def start(
+        self, client: Kubectl, pod: str, python: str, parts: Sequence[files.Part], kept: Sequence[str]
+    ) -> None:
         """Send in a thread, because the other nodes of a job must be watched in that time."""
 
         def count(sent: int) -> None:
@@ -136,7 +154,9 @@ class _Transfer:
 class KubernetesBackend(Backend):
     """One pod per node, in the namespace of a kubeconfig's context."""
 
-    name, machines, in_containers = "kubernetes", "assigned", True
+    name = "kubernetes"
+    machines = "assigned"
+    in_containers = True
     supports = frozenset({"--image", "--mount", "--set"})
     refusals: ClassVar[Mapping[str, str]] = {
         "--spares": "Kubernetes gives a restarted job another machine for a lost one",
@@ -204,7 +224,9 @@ class KubernetesBackend(Backend):
             _text(plan),
             secrets=bool(plan.job.secrets),
             gpu_resource=manifests.options_of(job).gpu_resource,
-            own=frozenset(each["metadata"]["name"] for each in _documents(plan) if each["kind"] == "ConfigMap"),
+            own=frozenset(
+                each["metadata"]["name"] for each in _documents(plan) if each["kind"] == "ConfigMap"
+            ),
         )
         self._skipped[plan.job_id] = preflight.check(_client(plan), needs)
 
@@ -246,7 +268,9 @@ class KubernetesBackend(Backend):
         `sizes` are the files of the working directory. Returns sentences for the user. Raises ClusterError.
         """
         targets = _input_targets(plan)
-        parts = [files.Part(mount.source, targets[mount.target]) for mount in job.mounts if mount.target in targets]
+        parts = [
+            files.Part(mount.source, targets[mount.target]) for mount in job.mounts if mount.target in targets
+        ]
         folder = Path(plan.run_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -259,7 +283,9 @@ class KubernetesBackend(Backend):
             if parts:
                 (folder / _INPUTS).write_text(json.dumps([asdict(part) for part in parts]) + "\n")
         except OSError as error:
-            raise ClusterError(f"this machine: {error.filename} cannot be written: {error.strerror}") from error
+            raise ClusterError(
+                f"this machine: {error.filename} cannot be written: {error.strerror}"
+            ) from error
         return []
 
     def tend(self, record: JobRecord) -> list[str]:
@@ -267,8 +293,10 @@ class KubernetesBackend(Backend):
 
         The job's supervisor calls this before each poll. Returns sentences for the user.
         """
-        plan, options = record.plan, manifests.options_of(record.job)
-        attempt, client = self._known(plan), _client(plan)
+        plan = record.plan
+        options = manifests.options_of(record.job)
+        attempt = self._known(plan)
+        client = _client(plan)
         self._send_inputs(plan, attempt, client)
         pairs = [*zip(attempt.monitors, attempt.states, strict=False)]
         _ask_again(client, {monitor.pod: state for monitor, state in pairs if monitor.misses_deletion(state)})
@@ -282,7 +310,9 @@ class KubernetesBackend(Backend):
         waits = next(state.status.detail for state in attempt.states if state.wants_room)
         with attempt.lock:  # no poll may see that the pods are gone
             _delete(client, "pods", _selector(plan))
-            wait_s = retries.give_up(f"{with_machine} of {len(attempt.states)} pods had a machine for {half_s:.0f} s")
+            wait_s = retries.give_up(
+                f"{with_machine} of {len(attempt.states)} pods had a machine for {half_s:.0f} s"
+            )
         return [
             f"only {with_machine} of {len(attempt.states)} pods found a machine ({waits}): gave it back to other jobs; "
             f"try {retries.tries + 1} in {wait_s:.0f} s"
@@ -299,7 +329,8 @@ class KubernetesBackend(Backend):
             spaces.setdefault(_space(plan), []).append(index)
         names = {str(number): space for number, space in enumerate(spaces)}
         found = parallel.each(
-            [*names], lambda name: self._monitor.statuses_of([plans[k] for k in spaces[names[name]]], *names[name])
+            [*names],
+            lambda name: self._monitor.statuses_of([plans[k] for k in spaces[names[name]]], *names[name]),
         )
         made: dict[int, Sequence[NodeStatus] | ClusterError] = {}
         for name, answers in found.items():
@@ -318,7 +349,8 @@ class KubernetesBackend(Backend):
             self._cancel(plan, grace_s, only_attempt=only_attempt)
 
     def _cancel(self, plan: Plan, grace_s: float, *, only_attempt: bool) -> None:
-        client, attempt = _client(plan), self._known(plan)
+        client = _client(plan)
+        attempt = self._known(plan)
         attempt.retries.due_at = None
         listed = client.get("pods", _selector(plan, all_attempts=not only_attempt))
         running = [pod for pod in listed if waiting.observed("", pod).runs]
@@ -337,7 +369,8 @@ class KubernetesBackend(Backend):
 
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
         """Return `kubectl exec`. Raises UsageError if the node's container does not run."""
-        plan, client = record.plan, _client(record.plan)
+        plan = record.plan
+        client = _client(record.plan)
         name = manifests.pod_of(plan, node)
         try:
             (pod,) = client.get("pods", name)
@@ -345,7 +378,9 @@ class KubernetesBackend(Backend):
             raise UsageError(f"{node.name}: its pod {name} does not exist") from error
         state = waiting.observed(node.name, pod)
         if not state.runs:
-            raise UsageError(f"{node.name}: its container does not run: {state.status.detail or state.status.phase}")
+            raise UsageError(
+                f"{node.name}: its container does not run: {state.status.detail or state.status.phase}"
+            )
         return client.exec_argv(name, script.in_setup(record.job, argv), tty=tty)
 
     def collect(self, plan: Plan) -> list[str]:
@@ -367,7 +402,9 @@ class KubernetesBackend(Backend):
         lost = () if is_kept else ("runs: names no volume, so a pod that is lost loses its files",)
         return [*lost, *self._skipped.get(job.name, ())]
 
-    def jobs_on(self, inventory: Inventory, supervised: Collection[str]) -> dict[str, list[FoundJob] | ClusterError]:
+    def jobs_on(
+        self, inventory: Inventory, supervised: Collection[str]
+    ) -> dict[str, list[FoundJob] | ClusterError]:
         """Return the jobs that have objects in the namespace. A job runs while a pod of it waits or runs."""
         client = _client_of(inventory.settings)
         try:
@@ -385,7 +422,8 @@ class KubernetesBackend(Backend):
         }
         found = []
         for launch, kinds in sorted(of_launch.items()):
-            is_own, runs = launch.user == _user(), launch.id in running or launch.id in supervised
+            is_own = launch.user == _user()
+            runs = launch.id in running or launch.id in supervised
             what = (self.name, self.name, launch.job, launch.id, launch.user)
             found.append(FoundJob(*what, is_own=is_own, runs=runs, counts=Counter(kinds)))
         return {self.name: found}
@@ -393,7 +431,9 @@ class KubernetesBackend(Backend):
     def remove(self, inventory: Inventory, found: FoundJob) -> None:
         """Delete everything of a launch, and wait for its end. Raises ClusterError."""
         client = _client_of(inventory.settings)
-        kinds = [kind for kind in _ALL_KINDS if client.run("auth", "can-i", "delete", kind).out.strip() == "yes"]
+        kinds = [
+            kind for kind in _ALL_KINDS if client.run("auth", "can-i", "delete", kind).out.strip() == "yes"
+        ]
         with waits.waiting(f"Kubernetes to delete {found.job}", _DELETE_GRACE_S + _REMOVAL_S):
             _delete(client, ",".join(kinds) or "pods", _launch_selector(found.launch_id))
 
@@ -445,7 +485,9 @@ class KubernetesBackend(Backend):
             return status
         if transfer.error is not None and transfer.tries >= _SEND_TRIES:
             return replace(status, phase="exited", exit_code=1, detail=f"its files: {transfer.error.message}")
-        return replace(status, detail=f"receives its files: {decimal(transfer.sent)} of {decimal(transfer.total)}")
+        return replace(
+            status, detail=f"receives its files: {decimal(transfer.sent)} of {decimal(transfer.total)}"
+        )
 
     def _send_inputs(self, plan: Plan, attempt: _Attempt, client: Kubectl) -> None:
         """Start the transfers to the pods whose init container waits for files."""
@@ -474,7 +516,9 @@ class KubernetesBackend(Backend):
             retries.give_up(error.message, kinds=retries.kinds)
             return []
         with attempt.lock:
-            retries.due_at, attempt.polled_at, attempt.transfers = None, -math.inf, {}
+            retries.due_at = None
+            attempt.polled_at = -math.inf
+            attempt.transfers = {}
             attempt.monitors = [pods.PodMonitor(plan, rank, is_again=True) for rank in range(len(plan.nodes))]
         return [f"try {retries.tries + 1}: created the pods again"]
 
@@ -522,7 +566,8 @@ class KubernetesBackend(Backend):
         text = scripts.text(f"backends/kubernetes/in_pod/{script}.py")
 
         def run(pod: str) -> Completed:
-            attempt, rank = labels[pod][ATTEMPT_LABEL], labels[pod][RANK_LABEL]
+            attempt = labels[pod][ATTEMPT_LABEL]
+            rank = labels[pod][RANK_LABEL]
             node = f"{plan.dir_on(plan.nodes[0].machine)}/attempt-{attempt}/node-{rank}"
             return client.exec(pod, [plan.job.python, "-c", text, node, *words])
 
@@ -530,17 +575,24 @@ class KubernetesBackend(Backend):
 
     def _collect(self, plan: Plan, client: Kubectl, skip: Collection[str]) -> list[str]:
         """Copy the results from the first pod that answers, of the others only the ranks' logs."""
-        listed = {pod["metadata"]["name"]: pod for pod in client.get("pods", _selector(plan, all_attempts=False))}
+        listed = {
+            pod["metadata"]["name"]: pod for pod in client.get("pods", _selector(plan, all_attempts=False))
+        }
         ranks = {manifests.pod_of(plan, node): node for node in plan.nodes}
-        states = {name: waiting.observed(ranks[name].name, pod) for name, pod in listed.items() if name in ranks}
+        states = {
+            name: waiting.observed(ranks[name].name, pod) for name, pod in listed.items() if name in ranks
+        }
         readable = [name for name in ranks if name in states and states[name].runs and name not in skip]
         collected = Path(plan.attempt_dir, _COLLECTED)
-        if not readable and collected.exists():  # by another process, such as the supervisor in the background
+        if (
+            not readable and collected.exists()
+        ):  # by another process, such as the supervisor in the background
             return []
         if not readable:
             why = "their machines do not answer" if skip else "no container of the job runs any more"
             return [f"not copied: the files of the pods cannot be read, because {why}"]
-        folder, python = plan.dir_on(plan.nodes[0].machine), plan.job.python
+        folder = plan.dir_on(plan.nodes[0].machine)
+        python = plan.job.python
 
         def copy(pod: str) -> None:
             logs_of = f"attempt-{plan.attempt}/ranks/{ranks[pod].name}"
@@ -557,7 +609,9 @@ class KubernetesBackend(Backend):
                 fetch(plan.workdir, target, since=since, compare=plan.workdir, run_dir=plan.run_dir)
 
         copied = interruptible(lambda: parallel.each(readable, copy))
-        failures = [f"not copied: {error.message}" for error in copied.values() if isinstance(error, ClusterError)]
+        failures = [
+            f"not copied: {error.message}" for error in copied.values() if isinstance(error, ClusterError)
+        ]
         if not failures:
             with suppress(OSError):
                 collected.touch()
@@ -576,7 +630,8 @@ def _delete(client: Kubectl, kinds: str, selector: str, grace_s: int = _DELETE_G
     """
     client.delete(kinds, selector, grace_s=grace_s)
     clock = AwakeClock()
-    until, ask_at = clock() + grace_s + _REMOVAL_S, clock() + grace_s + pods.MISSED_S
+    until = clock() + grace_s + _REMOVAL_S
+    ask_at = clock() + grace_s + pods.MISSED_S
     while left := client.get("pods", selector):
         states = {pod["metadata"]["name"]: waiting.observed("", pod) for pod in left}
         lost = [name for name, state in states.items() if state.host_is_silent]

@@ -18,7 +18,8 @@ def settings() -> tuple[dict[str, Any], list[str]]:
     client = Kubectl()
     view = json.loads(client.text("config", "view", "--minify", "--output=json"))
     (current,) = view["contexts"]
-    context, namespace = current["name"], current["context"].get("namespace") or "default"
+    context = current["name"]
+    namespace = current["context"].get("namespace") or "default"
     client.text("get", "pods", "--output=name")  # the cluster answers, and accepts the user
     found: dict[str, Any] = {"context": context, "namespace": namespace}
     resource, notes = _gpus(client)
@@ -55,9 +56,13 @@ def _shared_claims(client: Kubectl) -> tuple[list[str], list[str]]:
         claims = client.get("persistentvolumeclaims")
     except ClusterError as error:
         return [], [f"volumes: not known ({error.message}); set runs: {{claim: NAME}}"]
-    shared = [each["metadata"]["name"] for each in claims if "ReadWriteMany" in each["spec"].get("accessModes", ())]
+    shared = [
+        each["metadata"]["name"] for each in claims if "ReadWriteMany" in each["spec"].get("accessModes", ())
+    ]
     if not shared:
         return [], ["no PersistentVolumeClaim that all pods can mount: checkpoints disappear with their pod"]
     if len(shared) > 1:
-        return shared, [f"choose one for checkpoints and results: runs: {{claim: NAME}}, of {', '.join(shared)}"]
+        return shared, [
+            f"choose one for checkpoints and results: runs: {{claim: NAME}}, of {', '.join(shared)}"
+        ]
     return shared, [f"checkpoints and results are kept in the PersistentVolumeClaim {shared[0]}"]

@@ -138,7 +138,9 @@ def fetch(
     top = Path(target)
     asked = {"folder": source, "excluded": [*excluded, *EXCLUDED], "have": _have(top), "since": since}
     argv = [python, "-c", scripts.text("backends/kubernetes/in_pod/pack.py")]
-    count, complete, errors = 0, False, []
+    count = 0
+    complete = False
+    errors = []
     with kubectl.piped(pod, argv) as process:
         try:
             with suppress(BrokenPipeError):
@@ -167,7 +169,9 @@ def fetch(
             raise ClusterError(why) from error
         error_there = process.end(_END_S)
     if not complete:
-        raise error_there or UnreachableError(f"{pod}: the connection broke while {source} was fetched", _AGAIN)
+        raise error_there or UnreachableError(
+            f"{pod}: the connection broke while {source} was fetched", _AGAIN
+        )
     if errors:
         more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
         raise ClusterError(f"{pod}: {source} was not copied completely: {errors[0]}{more}")
@@ -179,7 +183,9 @@ def _is_excluded(name: str, patterns: Sequence[str]) -> bool:
     path = PurePosixPath(name)
     each = [f"/{above}" for above in (path, *path.parents)]
     return any(
-        fnmatch(at if pattern[0] == "/" else at.rpartition("/")[2], pattern) for at in each for pattern in patterns
+        fnmatch(at if pattern[0] == "/" else at.rpartition("/")[2], pattern)
+        for at in each
+        for pattern in patterns
     )
 
 
@@ -227,7 +233,9 @@ def _add(archive: tarfile.TarFile, path: str, name: str) -> None:
     if member is None or not (member.isfile() or member.isdir() or member.issym() or member.islnk()):
         return
     if member.islnk():  # a second name of a file: its content travels again
-        member.type, member.linkname, member.size = tarfile.REGTYPE, "", Path(path).stat().st_size
+        member.type = tarfile.REGTYPE
+        member.linkname = ""
+        member.size = Path(path).stat().st_size
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     member.mode = member.mode & 0o775 | (0o700 if member.isdir() else 0o600)
@@ -247,7 +255,9 @@ class _Counted(io.RawIOBase):
     """A pipe that counts what is written."""
 
     def __init__(self, pipe: IO[bytes], sent: Callable[[int], None]) -> None:
-        self._pipe, self._sent, self._bytes = pipe, sent, 0
+        self._pipe = pipe
+        self._sent = sent
+        self._bytes = 0
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
         self._pipe.write(data)

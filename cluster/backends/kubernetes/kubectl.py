@@ -20,7 +20,8 @@ from cluster.transport.local import environment
 from cluster.transport.process import started
 
 #: Timeout of one request to the API server, and of a call, which may make several.
-REQUEST_S, CALL_S = 10, 25.0
+REQUEST_S = 10
+CALL_S = 25.0
 #: Time for objects to disappear that were created a moment ago.
 _GONE_S = 60.0
 #: A pod of which nothing runs yet is removed by force after this time: Kubernetes 1.20 can take half a minute.
@@ -138,7 +139,9 @@ _RULES = (
         "the cluster does not know the field {0}",
         "correct it under pod in the section kubernetes; kubectl explain pod.spec lists the fields",
     ),
-    _Rule(r"AlreadyExists|already exists", NameTakenError, "{all}", "choose another --name, or clusterctl gc"),
+    _Rule(
+        r"AlreadyExists|already exists", NameTakenError, "{all}", "choose another --name, or clusterctl gc"
+    ),
     _Rule(r"NotFound|not found", NotFoundError, "{all}"),
     _Rule(
         r"error dialing backend|unable to upgrade connection|:10250\b.*(?:refused|timeout|no route)|proxy error from",
@@ -162,7 +165,9 @@ _PREFIX = re.compile(
 def error_of(stderr: str, code: int = 1) -> ClusterError:
     """Return the error that a failed kubectl printed, as one sentence with the next step."""
     # kubectl logs its retries (E0101 ...) before the reason, and warnings of the server
-    lines = [line.strip() for line in stderr.splitlines() if not re.match(r"[EWI]\d{4} |Warning: |\s*$", line)]
+    lines = [
+        line.strip() for line in stderr.splitlines() if not re.match(r"[EWI]\d{4} |Warning: |\s*$", line)
+    ]
     text = "\n".join(lines) or stderr.strip()
     first = _PREFIX.sub("", lines[0]) if lines else f"kubectl: exit {code}"
     for rule in _RULES:
@@ -224,7 +229,9 @@ class Kubectl:
             pods = [name for name in created if name.startswith("pod/")]
             if pods and time.monotonic() > began + _PENDING_S:
                 left = self.get(*pods, "--ignore-not-found")
-                pending = [pod["metadata"]["name"] for pod in left if pod.get("status", {}).get("phase") == "Pending"]
+                pending = [
+                    pod["metadata"]["name"] for pod in left if pod.get("status", {}).get("phase") == "Pending"
+                ]
                 if pending:
                     self.delete("pods", *pending, force=True)
             time.sleep(0.3)
@@ -242,7 +249,9 @@ class Kubectl:
         options = [*(["--stdin"] if stdin else []), *(["--tty"] if tty else [])]
         return self.argv("exec", *options, pod, f"--container={container}", "--", *argv)
 
-    def exec(self, pod: str, argv: Sequence[str], *, container: str = "node", timeout_s: float = 10.0) -> Completed:
+    def exec(
+        self, pod: str, argv: Sequence[str], *, container: str = "node", timeout_s: float = 10.0
+    ) -> Completed:
         """Run `argv` in a container without input. Raise NodeSilentError if its node does not answer in `timeout_s`.
 
         kubectl ends with 0 if the kubelet dies: check what the command printed.
@@ -252,7 +261,9 @@ class Kubectl:
             done = self._run(words[len(self.argv()) :], "", timeout_s)
         except UnreachableError as error:
             raise NodeSilentError(f"its kubelet did not answer within {timeout_s:g} s") from error
-        if done.code and re.search(r"^(error: |Error from server|Unable to connect|E\d{4} )", done.err, re.MULTILINE):
+        if done.code and re.search(
+            r"^(error: |Error from server|Unable to connect|E\d{4} )", done.err, re.MULTILINE
+        ):
             raise error_of(done.err, done.code)
         return done
 
@@ -294,7 +305,10 @@ def problem() -> tuple[str, str] | None:
     """Return why this machine has no kubectl, as (message, hint), or None."""
     if shutil.which("kubectl", path=environment()["PATH"]):
         return None
-    return "this machine: kubectl is not installed", "https://kubernetes.io/docs/tasks/tools/ has one file to download"
+    return (
+        "this machine: kubectl is not installed",
+        "https://kubernetes.io/docs/tasks/tools/ has one file to download",
+    )
 
 
 def _require() -> None:

@@ -28,18 +28,23 @@ Merge = Callable[[Sequence[Document], Mapping[str, Any], str], list[Document]]
 
 #: The labels of all objects of a job, of those of an attempt, and of a node's pod. The launch ID finds them. Names are
 #: for people, who may use one again.
-MANAGED_BY, JOB_LABEL, LAUNCH_LABEL = "app.kubernetes.io/managed-by", "clusterctl/job", "clusterctl/launch"
-ATTEMPT_LABEL, RANK_LABEL = "clusterctl/attempt", "clusterctl/rank"
+MANAGED_BY = "app.kubernetes.io/managed-by"
+JOB_LABEL = "clusterctl/job"
+LAUNCH_LABEL = "clusterctl/launch"
+ATTEMPT_LABEL = "clusterctl/attempt"
+RANK_LABEL = "clusterctl/rank"
 #: The label of who has launched them, which the launcher adds: a plan does not depend on who prints it.
 USER_LABEL = "clusterctl/user"
 #: The folder of the jobs' run directories in the containers.
 RUNS = "/runs"
 #: The container of a node's ranks, and the init container that waits for files of the launching machine.
-NODE_CONTAINER, FILES_CONTAINER = "node", "files"
+NODE_CONTAINER = "node"
+FILES_CONTAINER = "files"
 #: The volume of the run directories.
 RUNS_VOLUME = "runs"
 #: The volume of those files, where the init container has it, and the file that says that all have arrived.
-INPUTS_VOLUME, INPUTS = "inputs", "/inputs"
+INPUTS_VOLUME = "inputs"
+INPUTS = "/inputs"
 COMPLETE = f"{INPUTS}/.complete"
 
 _AGENT_FOLDER = "/clusterctl"
@@ -48,7 +53,17 @@ _AGENT = f"{_AGENT_FOLDER}/agent.pyz"
 #: they would otherwise be lost.
 _HOLD_S = {True: 600, False: 120}
 #: The settings that are mappings: `limits.memory` is a key in one of them.
-_NESTED = ("pod", "runs", "requests", "limits", "devices", "node_selector", "security_context", "labels", "annotations")
+_NESTED = (
+    "pod",
+    "runs",
+    "requests",
+    "limits",
+    "devices",
+    "node_selector",
+    "security_context",
+    "labels",
+    "annotations",
+)
 #: Without the trap, a shell with process ID 1 ignores SIGTERM.
 _WAIT = f"trap 'exit 143' TERM; until [ -e {COMPLETE} ]; do sleep 0.2; done"
 #: As _WAIT, and until the first pod has filled the folder that all share: then the same text is in both files.
@@ -57,8 +72,10 @@ _WAIT_FOR_ALL = (
     f"trap 'exit 143' TERM; until [ -e {COMPLETE} ] && [ \"$(cat {COMPLETE})\" = "
     '"$(cat {sent} 2>/dev/null)" ]; do sleep 0.2; done'
 )
-_QUEUE_LABEL, _GROUP_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/pod-group-name"
-_GROUP_COUNT, _GROUP_RETRIES = "kueue.x-k8s.io/pod-group-total-count", "kueue.x-k8s.io/retriable-in-group"
+_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
+_GROUP_COUNT = "kueue.x-k8s.io/pod-group-total-count"
+_GROUP_RETRIES = "kueue.x-k8s.io/retriable-in-group"
 
 
 def plan(job: Job, *, attempt: int, port: int, merge: Merge) -> Plan:
@@ -101,7 +118,8 @@ def settings(listed: Mapping[str, Any], given: Mapping[str, str]) -> Mapping[str
         made = Options.model_validate(merged)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raised, where = first.get("ctx", {}).get("error"), ".".join(map(str, first["loc"]))
+        raised = first.get("ctx", {}).get("error")
+        where = ".".join(map(str, first["loc"]))
         if isinstance(raised, UsageError):
             raise UsageError(f"--set {where}: {raised.message}", raised.hint) from None
         if first["type"] == "extra_forbidden":
@@ -146,7 +164,9 @@ def kubectl(options: Options) -> tuple[str, ...]:
 def documents(job: Job, options: Options, *, attempt: int, port: int, merge: Merge) -> list[Document]:
     """Return the objects of an attempt, in the order in which they are created. Raises UsageError."""
     if job.name.endswith("-"):
-        raise UsageError(f"--name {job.name}: names of Kubernetes end with a letter or digit", "omit the last '-'")
+        raise UsageError(
+            f"--name {job.name}: names of Kubernetes end with a letter or digit", "omit the last '-'"
+        )
     service = _object("Service", service_name(job, attempt), options, labels(job, attempt))
     service["spec"] = {
         "clusterIP": "None",
@@ -156,7 +176,9 @@ def documents(job: Job, options: Options, *, attempt: int, port: int, merge: Mer
     }
     agent = _object("ConfigMap", agent_name(job, attempt), options, labels(job, attempt))
     # in lines, as kubectl itself prints it
-    agent["binaryData"] = {"agent.pyz": textwrap.fill(base64.b64encode(scripts.archive()).decode(), 120) + "\n"}
+    agent["binaryData"] = {
+        "agent.pyz": textwrap.fill(base64.b64encode(scripts.archive()).decode(), 120) + "\n"
+    }
     pods = [_pod(job, options, rank, attempt=attempt, port=port) for rank in range(job.nodes)]
     patch = options.pod.model_dump(mode="json", exclude_defaults=True)
     return [agent, service, *(merge(pods, patch, NODE_CONTAINER) if patch else pods)]
@@ -165,7 +187,9 @@ def documents(job: Job, options: Options, *, attempt: int, port: int, merge: Mer
 def secret(job: Job, options: Options, values: Mapping[str, str]) -> Document:
     """Return the Secret with the values of the job's secrets, to which the pods refer. No plan contains it."""
     made = _object("Secret", f"{job.name}-secrets", options, labels(job))
-    data = {name: base64.b64encode(values[name].encode(errors="surrogateescape")).decode() for name in job.secrets}
+    data = {
+        name: base64.b64encode(values[name].encode(errors="surrogateescape")).decode() for name in job.secrets
+    }
     return {**made, "type": "Opaque", "data": data}
 
 
@@ -247,7 +271,9 @@ def comment(job: Job, options: Options, *, attempt: int) -> list[str]:
         lines.append(f"  {command} create secret generic {job.name}-secrets --from-env-file=FILE")
     if inputs(job):
         kept = kept_workdir(job, options)
-        paths = shlex.join(input_path(each) for each in inputs(job) if not (kept and each.target == job.workdir))
+        paths = shlex.join(
+            input_path(each) for each in inputs(job) if not (kept and each.target == job.workdir)
+        )
         pods = " ".join(pod_name(job, attempt, rank) for rank in range(job.nodes))
         lines.append("The pods wait for files of this machine. Once their init containers run:")
         if kept:
@@ -268,7 +294,8 @@ def _object(kind: str, name: str, options: Options, found_by: Mapping[str, str])
 
 
 def _pod(job: Job, options: Options, rank: int, *, attempt: int, port: int) -> Document:
-    name, service = pod_name(job, attempt, rank), service_name(job, attempt)
+    name = pod_name(job, attempt, rank)
+    service = service_name(job, attempt)
     made = _object("Pod", name, options, {**labels(job, attempt), RANK_LABEL: str(rank)})
     if options.kueue_queue:
         made["metadata"]["labels"] |= {_QUEUE_LABEL: options.kueue_queue, _GROUP_LABEL: service}
@@ -313,7 +340,9 @@ def _node_container(
         "ports": ports,
         "env": _environment(job, options, rank, attempt=attempt, port=port),
         "resources": _resources(job, options, with_devices=True),
-        "securityContext": _container_security(options.security_context, ["IPC_LOCK"] if options.devices else []),
+        "securityContext": _container_security(
+            options.security_context, ["IPC_LOCK"] if options.devices else []
+        ),
         "volumeMounts": list(mounts),
     }
     return _given(container)
@@ -354,7 +383,9 @@ def _environment(job: Job, options: Options, rank: int, *, attempt: int, port: i
         **job.env,
         contract.NODE: f"node-{rank}",
         "PET_NODE_RANK": str(rank),
-        **script.shared_environment(job, "kubernetes", attempt, f"{RUNS}/{job.name}", (master(job, attempt), port)),
+        **script.shared_environment(
+            job, "kubernetes", attempt, f"{RUNS}/{job.name}", (master(job, attempt), port)
+        ),
         contract.NODES_ON_HOST: "1",
         contract.RENDEZVOUS_TIMEOUT: f"{job.timeout_s:g}",
         contract.HOLD: str(_HOLD_S[not options.runs.is_persistent]),
@@ -393,7 +424,11 @@ def _spread(job: Job) -> list[Document]:
     """Return the constraint that spreads the pods over machines; without enough machines, they share some."""
     if job.nodes == 1:
         return []
-    constraint = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+    constraint = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+    }
     return [{**constraint, "labelSelector": {"matchLabels": {LAUNCH_LABEL: job.launch_id}}}]
 
 
@@ -405,7 +440,11 @@ def _volumes(job: Job, options: Options, attempt: int) -> tuple[list[Document], 
     runs = options.runs
     memory = {"medium": "Memory", **({"sizeLimit": options.shared_memory} if options.shared_memory else {})}
     wanted: list[tuple[str, Document, Document]] = [
-        ("agent", {"configMap": {"name": agent_name(job, attempt)}}, {"mountPath": _AGENT_FOLDER, "readOnly": True}),
+        (
+            "agent",
+            {"configMap": {"name": agent_name(job, attempt)}},
+            {"mountPath": _AGENT_FOLDER, "readOnly": True},
+        ),
         ("shm", {"emptyDir": memory}, {"mountPath": "/dev/shm"}),
         (RUNS_VOLUME, _source(runs.claim, runs.host_path), {"mountPath": RUNS, "subPath": runs.sub_path}),
     ]
@@ -418,7 +457,9 @@ def _volumes(job: Job, options: Options, attempt: int) -> tuple[list[Document], 
         if not mount.synced
     ]
     kept = kept_workdir(job, options)
-    volumes: list[Document] = [{"name": INPUTS_VOLUME, "emptyDir": {}}] if kept else []  # for the init container
+    volumes: list[Document] = (
+        [{"name": INPUTS_VOLUME, "emptyDir": {}}] if kept else []
+    )  # for the init container
     for sent in inputs(job):
         mount = {"mountPath": sent.target, "subPath": input_path(sent), "readOnly": sent.read_only or None}
         wanted.append((INPUTS_VOLUME, {"emptyDir": {}}, mount))
@@ -429,7 +470,11 @@ def _volumes(job: Job, options: Options, attempt: int) -> tuple[list[Document], 
     for name, source, mount in wanted:
         made = {"name": name or f"volume-{len(volumes) - 2}", **source}
         # each empty folder is another one
-        same = [each for each in volumes if each == made or ("emptyDir" not in source and each == {**each, **source})]
+        same = [
+            each
+            for each in volumes
+            if each == made or ("emptyDir" not in source and each == {**each, **source})
+        ]
         if not same:
             volumes.append(made)
         mounts.append(_given({"name": (same or [made])[0]["name"], **mount}))

@@ -20,7 +20,17 @@ _SUBDOMAIN = rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*"
 _QUALIFIED = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _KEY = rf"((?=[^/]{{1,253}}/){_LABEL}(\.{_LABEL})*/)?{_QUALIFIED}"
 _NUMBER = r"(\d+\.?\d*|\.\d+)"
-_UNITS = {"n": "1e-9", "u": "1e-6", "m": "1e-3", "": "1", "k": "1e3", "M": "1e6", "G": "1e9", "T": "1e12", "P": "1e15"}
+_UNITS = {
+    "n": "1e-9",
+    "u": "1e-6",
+    "m": "1e-3",
+    "": "1",
+    "k": "1e3",
+    "M": "1e6",
+    "G": "1e9",
+    "T": "1e12",
+    "P": "1e15",
+}
 _UNITS |= {"E": "1e18", **{f"{letter}i": str(1024**power) for power, letter in enumerate("KMGTPE", 1)}}
 
 
@@ -64,13 +74,17 @@ ObjectName = Annotated[str, _matching(_SUBDOMAIN, f"a name: {_NAME_RULE}; parts 
 Key = Annotated[str, _matching(_KEY, "a key such as pool, or example.com/pool")]
 UserKey = Annotated[Key, AfterValidator(_not_ours)]
 LabelValue = Annotated[
-    Text, _matching(rf"({_QUALIFIED})?", "at most 63 letters, digits, '-', '_' and '.', a letter or digit at both ends")
+    Text,
+    _matching(
+        rf"({_QUALIFIED})?", "at most 63 letters, digits, '-', '_' and '.', a letter or digit at both ends"
+    ),
 ]
 #: A number with an optional unit: 500m, 2, 16Gi.
 Quantity = Annotated[
     str,
     BeforeValidator(
-        lambda value: str(value) if isinstance(value, int | float) else value, json_schema_input_type=str | int | float
+        lambda value: str(value) if isinstance(value, int | float) else value,
+        json_schema_input_type=str | int | float,
     ),
     AfterValidator(_quantity),
 ]
@@ -98,7 +112,9 @@ def amount(quantity: str) -> Decimal:
         return Decimal(match[1]) * Decimal(_UNITS[unit])
     known = next((known for known in _UNITS if known and known.lower() == unit.lower().removesuffix("b")), "")
     hint = f"for example: {match[1]}{known or 'Gi'}" if match else "for example: 500m, 2 or 16Gi"
-    raise UsageError(f"{quantity!r}: expected a number and a unit of Kubernetes (m, k, M, G, T, Ki, Mi, Gi, Ti)", hint)
+    raise UsageError(
+        f"{quantity!r}: expected a number and a unit of Kubernetes (m, k, M, G, T, Ki, Mi, Gi, Ti)", hint
+    )
 
 
 class Runs(Keys):
@@ -112,7 +128,9 @@ class Runs(Keys):
         default=None,
         description="Folder of the machines. It must be the same one on all of them, on a shared file system.",
     )
-    sub_path: SubPath | None = Field(default=None, description="Folder in that volume, instead of the whole volume.")
+    sub_path: SubPath | None = Field(
+        default=None, description="Folder in that volume, instead of the whole volume."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Runs:
@@ -130,13 +148,17 @@ class Volume(Keys):
     """A volume that every pod mounts."""
 
     path: AbsolutePath = Field(description="Path in the containers.")
-    claim: ObjectName | None = Field(default=None, description="PersistentVolumeClaim to mount, for example with data.")
+    claim: ObjectName | None = Field(
+        default=None, description="PersistentVolumeClaim to mount, for example with data."
+    )
     host_path: AbsolutePath | None = Field(default=None, description="Folder of the machine to mount.")
     empty_dir: Quantity | None = Field(
         default=None,
         description="Size limit, such as 50Gi, of an empty folder on the machine's disk. It lives as long as the pod.",
     )
-    sub_path: SubPath | None = Field(default=None, description="Folder in that volume, instead of the whole volume.")
+    sub_path: SubPath | None = Field(
+        default=None, description="Folder in that volume, instead of the whole volume."
+    )
     read_only: bool = Field(default=False, description="Mount it read-only.")
 
     @model_validator(mode="after")
@@ -150,7 +172,8 @@ class Toleration(Keys):
 
     key: Key | None = Field(default=None, description="Key of the taint; without it, every taint.")
     operator: Literal["Equal", "Exists"] | None = Field(
-        default=None, description="Equal compares the value, Exists does not. Default: Equal if there is a value."
+        default=None,
+        description="Equal compares the value, Exists does not. Default: Equal if there is a value.",
     )
     value: LabelValue | None = Field(default=None, description="Value of the taint; without it, any value.")
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
@@ -163,7 +186,9 @@ class Toleration(Keys):
     @model_validator(mode="after")
     def _check(self) -> Toleration:
         if self.operator == "Exists" and self.value:
-            raise UsageError(f"value {self.value!r}: operator Exists takes none", "omit value, or set operator: Equal")
+            raise UsageError(
+                f"value {self.value!r}: operator Exists takes none", "omit value, or set operator: Equal"
+            )
         if self.key is None and (self.value or self.operator == "Equal"):
             raise UsageError("operator Equal needs a key", "for example: {key: pool, value: training}")
         if self.seconds is not None and self.effect != "NoExecute":
@@ -177,20 +202,29 @@ class SecurityContext(Keys):
     run_as_user: int | None = Field(default=None, ge=0, description="UID of the processes.")
     run_as_group: int | None = Field(default=None, ge=0, description="GID of the processes.")
     fs_group: int | None = Field(
-        default=None, ge=0, description="GID that owns the mounted volumes, so that the processes may write to them."
+        default=None,
+        ge=0,
+        description="GID that owns the mounted volumes, so that the processes may write to them.",
     )
     supplemental_groups: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=(), description="More groups of the processes."
     )
     run_as_non_root: bool | None = Field(default=None, description="Refuse to start a container as root.")
-    privileged: bool | None = Field(default=None, description="Give the containers all rights of the machine's root.")
+    privileged: bool | None = Field(
+        default=None, description="Give the containers all rights of the machine's root."
+    )
     allow_privilege_escalation: bool | None = Field(
         default=None, description="Whether a process may get more rights than its parent, as with sudo."
     )
-    add_capabilities: tuple[str, ...] = Field(default=(), description="Capabilities to add, such as SYS_PTRACE.")
-    drop_capabilities: tuple[str, ...] = Field(default=(), description="Capabilities to drop: ALL, or single ones.")
+    add_capabilities: tuple[str, ...] = Field(
+        default=(), description="Capabilities to add, such as SYS_PTRACE."
+    )
+    drop_capabilities: tuple[str, ...] = Field(
+        default=(), description="Capabilities to drop: ALL, or single ones."
+    )
     seccomp_profile: Literal["RuntimeDefault", "Unconfined"] | None = Field(
-        default=None, description="Which system calls are allowed. Pod Security `restricted` needs RuntimeDefault."
+        default=None,
+        description="Which system calls are allowed. Pod Security `restricted` needs RuntimeDefault.",
     )
 
 
@@ -227,7 +261,8 @@ class Options(Keys):
         "nvidia.com/mig-1g.10gb.",
     )
     requests: dict[ResourceName, Quantity] = Field(
-        default={}, description="What the machine must have free for each pod, for example {cpu: 16, memory: 64Gi}."
+        default={},
+        description="What the machine must have free for each pod, for example {cpu: 16, memory: 64Gi}.",
     )
     limits: dict[ResourceName, Quantity] = Field(
         default={}, description="What a pod may use at most. A pod that uses more memory is killed."
@@ -262,7 +297,8 @@ class Options(Keys):
         default=None, description="ServiceAccount of the pods. They get no token for the API either way."
     )
     image_pull_secrets: tuple[ObjectName, ...] = Field(
-        default=(), description="Secrets with the logins of registries, as kubectl create secret docker-registry makes."
+        default=(),
+        description="Secrets with the logins of registries, as kubectl create secret docker-registry makes.",
     )
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
         default=None,
@@ -303,7 +339,11 @@ class Options(Keys):
         paths = [volume.path.rstrip("/") for volume in self.volumes]
         for path in paths:
             if path in ("", "/runs", "/dev/shm", "/clusterctl", "/inputs"):
-                raise UsageError(f"volumes: {path or '/'} is used by clusterctl itself", "choose another path")
+                raise UsageError(
+                    f"volumes: {path or '/'} is used by clusterctl itself", "choose another path"
+                )
             if paths.count(path) > 1:
-                raise UsageError(f"volumes: two of them have the path {path}", "choose another path for one of them")
+                raise UsageError(
+                    f"volumes: two of them have the path {path}", "choose another path for one of them"
+                )
         return self

@@ -31,7 +31,8 @@ INTERVAL_S = 1.0
 #: How long a poll waits for the agents that have not answered; their threads continue.
 _WAIT_S = 2.0
 #: Limit of a poll of one agent, and of one that did not answer the last time.
-_TIMEOUT_S, _SILENT_TIMEOUT_S = 10.0, 4.0
+_TIMEOUT_S = 10.0
+_SILENT_TIMEOUT_S = 4.0
 #: A kubelet that has not ended a container so long after its grace period has missed that the pod was deleted.
 MISSED_S = 10.0
 #: How often the last part of the log of a container that has ended is asked for.
@@ -43,13 +44,15 @@ class PodMonitor:
 
     def __init__(self, plan: Plan, rank: int, *, is_again: bool = False) -> None:
         """`is_again`: an earlier pod of this name was given up. Its log is not continued."""
-        self.name, self.pod = plan.nodes[rank].name, manifests.pod_of(plan, plan.nodes[rank])
+        self.name = plan.nodes[rank].name
+        self.pod = manifests.pod_of(plan, plan.nodes[rank])
         self.image = plan.job.image
         #: The last answer of its agent, None before the first.
         self.answer: NodeStatus | None = None
         self.error: ClusterError | None = None
         #: The last description of the pod, and its machine.
-        self.uid, self.host = "", ""
+        self.uid = ""
+        self.host = ""
         self.is_complete = self._is_over = False
         #: The grace period of its deletion, and since when (0, 0.0: it is not deleted).
         self._deleted = (0, 0.0)
@@ -75,7 +78,11 @@ class PodMonitor:
     @property
     def has_ended(self) -> bool:
         """Whether its ranks have exited, or its container can no longer be asked."""
-        return self._is_over or self.error is not None or (self.answer is not None and self.answer.phase == "exited")
+        return (
+            self._is_over
+            or self.error is not None
+            or (self.answer is not None and self.answer.phase == "exited")
+        )
 
     def misses_deletion(self, state: waiting.PodState) -> bool:
         """Return whether its kubelet answers, but has not ended the container in the grace period that it got last."""
@@ -101,7 +108,9 @@ class PodMonitor:
     def status(self, state: waiting.PodState) -> NodeStatus:
         """Return the node's status while its container runs, by its agent's last answer."""
         answer = self.answer
-        if answer is not None and 0 < (answer.ended_at or 0) < state.started_at:  # of an earlier job, kept by a volume
+        if (
+            answer is not None and 0 < (answer.ended_at or 0) < state.started_at
+        ):  # of an earlier job, kept by a volume
             answer = None
         status = replace(answer or NodeStatus(self.name, "starting"), where=state.host)
         if status.phase in ("exited", "lost"):
@@ -109,14 +118,20 @@ class PodMonitor:
         if self.error is not None and self.silent_s > 2 * INTERVAL_S:
             why = f"its machine {state.host} has not answered for {self.silent_s:.0f} s: {self.error.message}"
             if state.host_is_silent and self.is_silent:  # Kubernetes says so, too
-                return NodeStatus(self.name, "lost", detail=f"its machine {state.host} is lost: it is NotReady")
+                return NodeStatus(
+                    self.name, "lost", detail=f"its machine {state.host} is lost: it is NotReady"
+                )
             if self.is_silent:
                 return NodeStatus(self.name, "lost", detail=why, silent=why)
             return replace(status, silent=why)
-        if self.error is None and self._thread is not None and self._thread.is_alive():  # its kubelet may hang
+        if (
+            self.error is None and self._thread is not None and self._thread.is_alive()
+        ):  # its kubelet may hang
             waited_s = self._clock() - self._answered_at
             if waited_s > 2 * INTERVAL_S:
-                return replace(status, silent=f"its machine {state.host} has not answered for {waited_s:.0f} s")
+                return replace(
+                    status, silent=f"its machine {state.host} has not answered for {waited_s:.0f} s"
+                )
         frozen_s = self._polled_at - self._heartbeat[1]
         if self.answer is not None and frozen_s > HEARTBEAT_TIMEOUT_S:
             return NodeStatus(self.name, "lost", detail=f"no heartbeat of its agent for {frozen_s:.0f} s")
@@ -171,7 +186,8 @@ class PodMonitor:
         self._polled_at = self._answered_at = self._clock()
         if answer.heartbeat != self._heartbeat[0]:
             self._heartbeat = (answer.heartbeat, self._polled_at)
-        self.answer, self.error = answer, None
+        self.answer = answer
+        self.error = None
 
     def _ask(self, kubectl: Kubectl) -> NodeStatus:
         at = self._copied
@@ -181,7 +197,8 @@ class PodMonitor:
         done = kubectl.exec(self.pod, words, timeout_s=_SILENT_TIMEOUT_S if self.error else _TIMEOUT_S)
         try:
             found: Mapping[str, Any] = json.loads(done.out)
-            agent, chunk = parse(found["status"]), base64.b64decode(found["log"])
+            agent = parse(found["status"])
+            chunk = base64.b64decode(found["log"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ClusterError(f"its container did not answer: {done.last_line}") from error
         with contextlib.suppress(FileNotFoundError):  # the record of the job was removed
@@ -197,7 +214,8 @@ class Listed:
     """The pods of one or several jobs, and the events about pods of their namespace. Each is asked for at most once."""
 
     def __init__(self, kubectl: Kubectl, selector: str) -> None:
-        self._kubectl, self._selector = kubectl, selector
+        self._kubectl = kubectl
+        self._selector = selector
         self._lock = threading.Lock()
         self._pods: dict[tuple[str, str], dict[str, Mapping[str, Any]]] | None = None
         self._events: list[Mapping[str, Any]] | None = None
@@ -251,14 +269,18 @@ def poll(
         if state.runs:
             statuses.append(monitor.status(state))
         elif monitor.answer is not None and monitor.answer.phase == "exited":
-            statuses.append(replace(monitor.answer, where=state.host))  # the agent knew more than the pod does
+            statuses.append(
+                replace(monitor.answer, where=state.host)
+            )  # the agent knew more than the pod does
         else:
             if state.status.phase in ("exited", "lost"):
                 monitor.complete_log(kubectl)
             statuses.append(monitor.explained(state.status))
     statuses = [_if_deleted(status, state) for status, state in zip(statuses, states, strict=True)]
     different = waiting.different_image(monitors[0].image if monitors else "", states)
-    return [different.get(status.node, status) if status.exit_code is None else status for status in statuses], states
+    return [
+        different.get(status.node, status) if status.exit_code is None else status for status in statuses
+    ], states
 
 
 def _if_deleted(status: NodeStatus, state: waiting.PodState) -> NodeStatus:

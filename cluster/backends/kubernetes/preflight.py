@@ -18,7 +18,11 @@ from cluster.errors import ClusterError, GpusHeldError, NameTakenError, UsageErr
 
 #: The rights that every job needs in its namespace: verb and resource.
 RIGHTS = (
-    *((verb, kind) for kind in ("pods", "services", "configmaps") for verb in ("create", "get", "list", "delete")),
+    *(
+        (verb, kind)
+        for kind in ("pods", "services", "configmaps")
+        for verb in ("create", "get", "list", "delete")
+    ),
     ("create", "pods/exec"),
     ("get", "pods/log"),
 )
@@ -163,7 +167,9 @@ def _rights(kubectl: Kubectl, needs: Needs) -> None:
         return kubectl.run("auth", "can-i", *right).out.strip() != "yes"
 
     with ThreadPoolExecutor(4) as pool:
-        missing = [right for right, is_missing in zip(missing, pool.map(refused, missing), strict=True) if is_missing]
+        missing = [
+            right for right, is_missing in zip(missing, pool.map(refused, missing), strict=True) if is_missing
+        ]
     if missing:
         verbs: dict[str, list[str]] = {}
         for verb, kind in missing:
@@ -177,7 +183,12 @@ def _is_allowed(rules: str, verb: str, resource: str) -> bool:
     """Return whether the output of `kubectl auth can-i --list` allows a verb for all objects of a resource."""
     for line in rules.splitlines():
         found = re.fullmatch(r"(\S*)\s+\[(.*?)\]\s+\[(.*?)\]\s+\[(.*?)\]\s*", line)
-        if found and found[1] in (resource, "*.*", "*") and not found[3] and {verb, "*"} & set(found[4].split()):
+        if (
+            found
+            and found[1] in (resource, "*.*", "*")
+            and not found[3]
+            and {verb, "*"} & set(found[4].split())
+        ):
             return True
     return False
 
@@ -243,8 +254,12 @@ def _devices(kubectl: Kubectl, needs: Needs) -> list[str]:
             for name in {name for node in nodes for name in node["status"].get("allocatable", {})}
             if "/" in name and name not in wanted and bool(re.search(_GPU, name)) == is_gpu
         )
-        known = f"the cluster has {', '.join(others)}" if others else f"no machine of the cluster has a {kind}"
-        hint = f"gpu_resource: {_IN_CLUSTER_YAML}, or --device cpu" if is_gpu else f"devices: {_IN_CLUSTER_YAML}"
+        known = (
+            f"the cluster has {', '.join(others)}" if others else f"no machine of the cluster has a {kind}"
+        )
+        hint = (
+            f"gpu_resource: {_IN_CLUSTER_YAML}, or --device cpu" if is_gpu else f"devices: {_IN_CLUSTER_YAML}"
+        )
         which = "one" if len(wanted) == 1 else resource
         raise UsageError(
             f"{what}, and no machine has {which}" + (" that fits" if selector else "") + f"; {known}", hint
@@ -259,7 +274,9 @@ def _allocatable(node: Mapping[str, Any], resource: str) -> int:
 
 def _claims(kubectl: Kubectl, needs: Needs) -> list[str]:
     """Refuse missing claims, and those for one pod; return a sentence for each that only one machine can mount."""
-    notes, missing, single = [], [], []
+    notes = []
+    missing = []
+    single = []
     for name in needs.named("persistentvolumeclaim"):
         try:
             (claim,) = kubectl.get("persistentvolumeclaim", name)
@@ -283,10 +300,10 @@ def _claims(kubectl: Kubectl, needs: Needs) -> list[str]:
         hint = f"claim: {_IN_CLUSTER_YAML}; kubectl get persistentvolumeclaim lists those that exist"
         raise UsageError(f"the namespace has no PersistentVolumeClaim {', '.join(missing)}", hint)
     if single:
-        why = (
-            f"PersistentVolumeClaim {', '.join(single)}: its access mode is ReadWriteOncePod, so only one of the job's"
+        why = f"PersistentVolumeClaim {', '.join(single)}: its access mode is ReadWriteOncePod, so only one of the job's"
+        raise UsageError(
+            f"{why} {len(needs.pods)} pods can mount it", "use a claim with ReadWriteMany, or --nodes 1"
         )
-        raise UsageError(f"{why} {len(needs.pods)} pods can mount it", "use a claim with ReadWriteMany, or --nodes 1")
     return notes
 
 
@@ -297,13 +314,17 @@ def _quota(kubectl: Kubectl, needs: Needs) -> list[str]:
         return ["not checked: the quotas of the namespace, because you may not read them"]
     wanted = _requests(needs.pods)
     for quota in quotas:
-        name, hard = quota["metadata"]["name"], quota.get("status", {}).get("hard", {})
+        name = quota["metadata"]["name"]
+        hard = quota.get("status", {}).get("hard", {})
         used = quota.get("status", {}).get("used", {})
         for resource, limit in hard.items():
-            need, have = wanted.get(resource, Decimal(0)), amount(str(limit))
+            need = wanted.get(resource, Decimal(0))
+            have = amount(str(limit))
             if need > have:
                 hint = "ask for more, or use fewer: --nodes, --gpus"
-                raise UsageError(f"the quota {name} allows {limit} {resource}, and the job needs {_plain(need)}", hint)
+                raise UsageError(
+                    f"the quota {name} allows {limit} {resource}, and the job needs {_plain(need)}", hint
+                )
             if need and need + amount(str(used.get(resource, "0"))) > have:
                 why = f"the job needs {_plain(need)} {resource}, and {used[resource]} of the quota {name}'s {limit} are"
                 hint = "wait until other jobs of the namespace have ended"
@@ -317,11 +338,15 @@ def _requests(pods: Sequence[Mapping[str, Any]]) -> dict[str, Decimal]:
     for pod in pods:
         for container in pod["spec"]["containers"]:
             resources = container.get("resources", {})
-            limits, requests = resources.get("limits", {}), resources.get("requests", {})
+            limits = resources.get("limits", {})
+            requests = resources.get("requests", {})
             for prefix, values in (("limits.", limits), ("requests.", {**limits, **requests})):
                 for name, value in values.items():
                     found[prefix + name] = found.get(prefix + name, Decimal(0)) + amount(str(value))
-    return {**found, **{name: found[f"requests.{name}"] for name in ("cpu", "memory") if f"requests.{name}" in found}}
+    return {
+        **found,
+        **{name: found[f"requests.{name}"] for name in ("cpu", "memory") if f"requests.{name}" in found},
+    }
 
 
 def _plain(number: Decimal) -> str:

@@ -13,7 +13,8 @@ from cluster.backends.awake_clock import AwakeClock
 from cluster.backends.kubernetes.waiting import PodState
 
 #: The shortest and the longest time before another try, in seconds.
-_SHORTEST_S, _LONGEST_S = 5.0, 60.0
+_SHORTEST_S = 5.0
+_LONGEST_S = 60.0
 
 
 def is_half_started(states: list[PodState]) -> bool:

@@ -47,8 +47,11 @@ def merged(pods: Sequence[Document], patch: Mapping[str, Any], node: str) -> lis
         text = kubectl.Kubectl().text("patch", *words, stdin=items)
     except ClusterError as error:
         hint = "each entry of a list such as containers, env and volumes needs its name (volumeMounts: its mountPath)"
-        raise UsageError(f"pod: kubectl cannot merge it: {error.message.removeprefix('kubectl: ')}", hint) from error
-    decoder, made = json.JSONDecoder(), []
+        raise UsageError(
+            f"pod: kubectl cannot merge it: {error.message.removeprefix('kubectl: ')}", hint
+        ) from error
+    decoder = json.JSONDecoder()
+    made = []
     while text := text.strip():
         document, end = decoder.raw_decode(text)
         made.append(document)
@@ -64,7 +67,8 @@ def _refuse_changes(before: Document, after: Document, node: str) -> None:
         for key, value in before["metadata"].get(kind, {}).items():
             if after["metadata"].get(kind, {}).get(key) != value:
                 raise _changed(f"metadata.{kind}.{key}", f"use {kind} in the same section, with another key")
-    old, new = before["spec"], after["spec"]
+    old = before["spec"]
+    new = after["spec"]
     for key, hint in _OURS.items():
         if old.get(key) != new.get(key):
             raise _changed(f"spec.{key}", hint)
@@ -88,7 +92,9 @@ def _refuse_changes(before: Document, after: Document, node: str) -> None:
         [_without_free(each) for each in _by_key(spec.get("initContainers"), "spec.initContainers").values()]
         for spec in (old, new)
     )
-    _refuse_changed_entries(files, kept, "spec.initContainers", "it brings the job's files: choose another name")
+    _refuse_changed_entries(
+        files, kept, "spec.initContainers", "it brings the job's files: choose another name"
+    )
 
 
 def _refuse_changed_entries(before: Any, after: Any, where: str, hint: str) -> None:
@@ -118,8 +124,12 @@ def _merge_key(where: str) -> str:
 
 def _by_key(entries: Any, where: str) -> dict[str, Document]:
     """Return the entries of a list by the key by which they merge. Raise UsageError if it is no list of mappings."""
-    if not isinstance(entries or (), list | tuple) or not all(isinstance(each, dict) for each in entries or ()):
-        raise UsageError(f"pod.{where}: must be a list of mappings", f"for example: [{{{_merge_key(where)}: ...}}]")
+    if not isinstance(entries or (), list | tuple) or not all(
+        isinstance(each, dict) for each in entries or ()
+    ):
+        raise UsageError(
+            f"pod.{where}: must be a list of mappings", f"for example: [{{{_merge_key(where)}: ...}}]"
+        )
     return {str(each.get(_merge_key(where))): each for each in entries or ()}
 
 
@@ -132,7 +142,8 @@ def _ordered(after: Any, before: Any, where: str = "") -> Any:
         return after
     if not all(isinstance(each, dict) and _merge_key(where) in each for each in (*before, *after)):
         return after
-    ours, found = _by_key(before, where), _by_key(after, where)
+    ours = _by_key(before, where)
+    found = _by_key(after, where)
     first = [_ordered(found[name], entry) for name, entry in ours.items() if name in found]
     rest = [each for name, each in found.items() if name not in ours]
     return [*rest, *first] if where == "initContainers" else [*first, *rest]

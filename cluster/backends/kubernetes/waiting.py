@@ -21,7 +21,9 @@ _NO_IMAGE = re.compile(
     re.IGNORECASE,
 )
 #: Words in the events of a volume that does not come by waiting: what the pod names does not exist, or is not one.
-_NO_VOLUME = re.compile(r"not found|type check failed|doesn't exist|does not exist|references non-existent|forbidden")
+_NO_VOLUME = re.compile(
+    r"not found|type check failed|doesn't exist|does not exist|references non-existent|forbidden"
+)
 #: The API's words that say nothing to the reader: gRPC's frame, and the second half of newer schedulers' messages.
 _NOISE = re.compile(
     r"rpc error: code = \w+ desc = |Error response from daemon: |failed to pull and unpack image \S+: | preemption: .*"
@@ -76,11 +78,15 @@ def _no_image(message: str, tries: int) -> bool:
 #: The lists of a pod's containers.
 _KINDS = ("initContainers", "containers")
 #: What to do about machines that have different images of one name.
-_SAME_IMAGE = "--set image_pull_policy=Always gets the newest everywhere, --image NAME@sha256:DIGEST one and the same"
+_SAME_IMAGE = (
+    "--set image_pull_policy=Always gets the newest everywhere, --image NAME@sha256:DIGEST one and the same"
+)
 _IMAGE = "the container image {image} cannot be pulled: {message}"
 _WAITING = {
     "InvalidImageName": _Reason("{image} is not the name of a container image: {message}", _always),
-    "ErrImageNeverPull": _Reason("the container image {image} is not on the machine, and may not be pulled", _always),
+    "ErrImageNeverPull": _Reason(
+        "the container image {image} is not on the machine, and may not be pulled", _always
+    ),
     "ErrImagePull": _Reason(_IMAGE, _no_image),
     "ImagePullBackOff": _Reason(_IMAGE, _no_image),
     "ImageInspectError": _Reason("the container image {image} cannot be read: {message}", _always),
@@ -91,7 +97,9 @@ _WAITING = {
 }
 #: Events that explain why a container is still being created.
 _CREATING = {
-    "FailedMount": _Reason("a volume cannot be mounted: {message}", lambda text, _: bool(_NO_VOLUME.search(text))),
+    "FailedMount": _Reason(
+        "a volume cannot be mounted: {message}", lambda text, _: bool(_NO_VOLUME.search(text))
+    ),
     "FailedAttachVolume": _Reason("a volume cannot be attached: {message}"),
     "FailedCreatePodSandBox": _Reason("its network cannot be set up: {message}"),
 }
@@ -148,7 +156,8 @@ def _observed(node: str, pod: Document, events: Sequence[Document]) -> PodState:
         return PodState(_exited(node, ended, host), host=host)
     if phase == "Running" and "running" in _container(pod).get("state", {}):
         started_at = seconds(_container(pod)["state"]["running"].get("startedAt")) or 0.0
-        silent, status = _host_is_silent(pod), NodeStatus(node, "starting", where=host)
+        silent = _host_is_silent(pod)
+        status = NodeStatus(node, "starting", where=host)
         return PodState(status, runs=True, host=host, host_is_silent=silent, started_at=started_at)
     if phase == "Unknown":
         return PodState(NodeStatus(node, "pending", where=host), host=host, host_is_silent=True)
@@ -202,13 +211,17 @@ def _waiting(node: str, pod: Document, events: Sequence[Document], host: str) ->
         return _unscheduled(node, scheduled)
     images = {each["name"]: each.get("image", "") for kind in _KINDS for each in pod["spec"].get(kind, ())}
     for container in _containers(pod):
-        waiting, image = container.get("state", {}).get("waiting", {}), images.get(container["name"], "")
+        waiting = container.get("state", {}).get("waiting", {})
+        image = images.get(container["name"], "")
         if reason := _WAITING.get(waiting.get("reason", "")):
-            message, tries = waiting.get("message", ""), 1
+            message = waiting.get("message", "")
+            tries = 1
             own = _events_of(events, container["name"])
             if "Image" in waiting["reason"] and (pulls := _events(own, "Failed", "Failed to pull image")):
                 message, tries = _last(pulls), _count(pulls)  # ImagePullBackOff does not repeat the reason
-            return _state(node, reason, host, image=image, message=message, tries=tries, name=container["name"])
+            return _state(
+                node, reason, host, image=image, message=message, tries=tries, name=container["name"]
+            )
     if ended := _terminated(pod):
         return PodState(_exited(node, ended, host), host=host)
     sidecars = _sidecars(pod)
@@ -216,9 +229,13 @@ def _waiting(node: str, pod: Document, events: Sequence[Document], host: str) ->
         if "running" in each.get("state", {}) and each["name"] not in sidecars:
             is_ours = each["name"] == FILES_CONTAINER
             detail = "waits for its files" if is_ours else f"its init container {each['name']} runs"
-            return PodState(NodeStatus(node, "pending", detail=detail, where=host), host=host, receives=is_ours)
+            return PodState(
+                NodeStatus(node, "pending", detail=detail, where=host), host=host, receives=is_ours
+            )
     for name, reason in _CREATING.items():
-        if found := [each for each in _events(events, name) if not _NO_REASON.search(str(each.get("message")))]:
+        if found := [
+            each for each in _events(events, name) if not _NO_REASON.search(str(each.get("message")))
+        ]:
             return _state(node, reason, host, image="", message=_last(found), tries=_count(found))
     detail = "its container is being created" if host else "waits for the scheduler"
     for name, image in images.items():
@@ -232,7 +249,8 @@ def _state(
     node: str, reason: _Reason, host: str, *, image: str, message: str, tries: int, name: str = NODE_CONTAINER
 ) -> PodState:
     text = _NOISE.sub("", message).strip() or "no reason was given"
-    sentence, is_final = reason.sentence.format(image=image, message=text), reason.is_final(message, tries)
+    sentence = reason.sentence.format(image=image, message=text)
+    is_final = reason.is_final(message, tries)
     if name not in (NODE_CONTAINER, FILES_CONTAINER):
         sentence = f"its container {name}: {sentence}"
     if is_final:  # the same request would fail again
@@ -247,18 +265,23 @@ def _refused(node: str, sentence: str, host: str = "") -> NodeStatus:
 def _unscheduled(node: str, condition: Document) -> PodState:
     message = _NOISE.sub("", condition.get("message", "")).strip().rstrip(".")
     if condition.get("reason") == "SchedulingGated":
-        return PodState(NodeStatus(node, "pending", detail="waits in its queue until all pods of the job fit"))
+        return PodState(
+            NodeStatus(node, "pending", detail="waits in its queue until all pods of the job fit")
+        )
     if re.search(r'persistentvolumeclaim "[^"]+" not found', message):
         found = re.search(r'persistentvolumeclaim "([^"]+)"', message)
         assert found
         sentence = f"the namespace has no PersistentVolumeClaim {found[1]}"
         return PodState(_refused(node, sentence), is_final=True)
     wants_room = "Insufficient" in message or "Too many pods" in message
-    return PodState(NodeStatus(node, "pending", detail=f"no machine is free: {message}"), wants_room=wants_room)
+    return PodState(
+        NodeStatus(node, "pending", detail=f"no machine is free: {message}"), wants_room=wants_room
+    )
 
 
 def _ended(node: str, pod: Document) -> NodeStatus:
-    host, status = pod["spec"].get("nodeName", ""), pod["status"]
+    host = pod["spec"].get("nodeName", "")
+    status = pod["status"]
     why = status.get("reason", "")
     if target := _condition(pod, "DisruptionTarget"):
         sentence = _DELETED.get(target.get("reason", ""), "Kubernetes ended it")
@@ -285,7 +308,8 @@ def _terminated(pod: Document) -> Document | None:
 
 
 def _exited(node: str, ended: Document, host: str) -> NodeStatus:
-    code, reason = int(ended.get("exitCode", 0)), ended.get("reason", "")
+    code = int(ended.get("exitCode", 0))
+    reason = ended.get("reason", "")
     message = _NOISE.sub("", ended.get("message", "")).strip()
     detail = ""
     if reason == "OOMKilled":
@@ -306,7 +330,8 @@ def seconds(text: str | None) -> float | None:
 
 def _host_is_silent(pod: Document) -> bool:
     """Return whether Kubernetes has marked the pod of a silent machine: its containers count as ready, it does not."""
-    ready, containers = _condition(pod, "Ready"), _condition(pod, "ContainersReady")
+    ready = _condition(pod, "Ready")
+    containers = _condition(pod, "ContainersReady")
     return ready.get("status") == "False" and containers.get("status") == "True"
 
 
@@ -320,7 +345,11 @@ def _containers(pod: Document) -> list[Document]:
 
 def _sidecars(pod: Document) -> set[str]:
     """Return the names of the native sidecars (Kubernetes 1.28): init containers that run as long as the pod."""
-    return {each["name"] for each in pod["spec"].get("initContainers", ()) if each.get("restartPolicy") == "Always"}
+    return {
+        each["name"]
+        for each in pod["spec"].get("initContainers", ())
+        if each.get("restartPolicy") == "Always"
+    }
 
 
 def _events_of(events: Sequence[Document], container: str) -> list[Document]:
@@ -330,7 +359,10 @@ def _events_of(events: Sequence[Document], container: str) -> list[Document]:
 
 
 def _container(pod: Document) -> Document:
-    return next((each for each in pod["status"].get("containerStatuses", ()) if each.get("name") == NODE_CONTAINER), {})
+    return next(
+        (each for each in pod["status"].get("containerStatuses", ()) if each.get("name") == NODE_CONTAINER),
+        {},
+    )
 
 
 def _reason(container: Document) -> str:
@@ -338,12 +370,18 @@ def _reason(container: Document) -> str:
 
 
 def _events(events: Sequence[Document], reason: str, begin: str = "") -> list[Document]:
-    return [each for each in events if each.get("reason") == reason and str(each.get("message", "")).startswith(begin)]
+    return [
+        each
+        for each in events
+        if each.get("reason") == reason and str(each.get("message", "")).startswith(begin)
+    ]
 
 
 def _last(events: Sequence[Document]) -> str:
     message = str(max(events, key=lambda event: event.get("lastTimestamp") or "").get("message", ""))
-    return re.sub(r'^Failed to pull image "[^"]*": |^MountVolume\.\w+ failed for volume ("[^"]*") : ', r"\1 ", message)
+    return re.sub(
+        r'^Failed to pull image "[^"]*": |^MountVolume\.\w+ failed for volume ("[^"]*") : ', r"\1 ", message
+    )
 
 
 def _count(events: Sequence[Document]) -> int:

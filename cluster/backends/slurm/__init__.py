@@ -34,7 +34,8 @@ code=$?; wait $!; exit $code"""
 class SlurmBackend(BatchBackend):
     """One job of Slurm per job, with one task on each node."""
 
-    name, title = "slurm", site.TITLE
+    name = "slurm"
+    title = site.TITLE
     programs = Programs("sbatch", "squeue", "scancel", own_jobs="squeue --me", ping=site.PING)
     needed = site.PROGRAMS
     script_name = "job.sbatch"
@@ -104,7 +105,9 @@ class SlurmBackend(BatchBackend):
         path = f"{folders[0]}/array.sbatch"
         head = f"# {len(plans)} jobs: each task runs the script of its job."
         text = _render(
-            replace(job, name=job.name.rpartition("-")[0]),  # NAME-0, NAME-1 and so on are tasks of the array NAME
+            replace(
+                job, name=job.name.rpartition("-")[0]
+            ),  # NAME-0, NAME-1 and so on are tasks of the array NAME
             "folder=${folders[$SLURM_ARRAY_TASK_ID]}\n"
             'exec bash "$folder/attempt-1/job.sbatch" >> "$folder/slurm.log" 2>&1',
             output=f"{folders[0]}/array-%a.log",
@@ -128,22 +131,33 @@ class SlurmBackend(BatchBackend):
         ((path, text),) = step.files.items()
         lines, exported = script.secret_exports(plans[0], secrets)
         folders = [plan.dir_on(login) for plan in plans]
-        command = scripts.command("backends/slurm/array", *folders, path=path, secrets=lines, submit=step.argv)
+        command = scripts.command(
+            "backends/slurm/array", *folders, path=path, secrets=lines, submit=step.argv
+        )
         self.run_submission(login, exported + text, command)
 
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
         """Return a job step on the node's host that enters its container, on the login node."""
-        plan, login = record.plan, record.plan.nodes[0].machine
+        plan = record.plan
+        login = record.plan.nodes[0].machine
         answer = self.ask(plan)
         job = answer.job
         rank = [known.name for known in plan.nodes].index(node.name)
         # squeue's answer may be some seconds old: a job whose nodes are known may be PENDING in it
         if job is None or not job.is_active or rank >= len(answer.hosts):
             raise UsageError(f"{plan.job_id} is not running: {job.state if job else 'it has left the queue'}")
-        step = [*_shell(_QUIET_STEP), "srun", f"--jobid={job.number}", "--overlap", *(["--pty"] if tty else [])]
+        step = [
+            *_shell(_QUIET_STEP),
+            "srun",
+            f"--jobid={job.number}",
+            "--overlap",
+            *(["--pty"] if tty else []),
+        ]
         step += ["--nodes=1", "--ntasks=1", f"--nodelist={answer.hosts[rank]}"]
         now = replace(plan, attempt=answer.attempt)
-        return ssh_to(login).command([*step, *script.exec_command(record.job, now, node, argv, tty=tty)], tty=tty)
+        return ssh_to(login).command(
+            [*step, *script.exec_command(record.job, now, node, argv, tty=tty)], tty=tty
+        )
 
 
 def _shell(text: str) -> list[str]:
@@ -162,6 +176,12 @@ def _render(job: Job, command: str, *, output: str, setup: Sequence[str], **arra
     signal = f"B:USR2@{max(1, math.ceil(job.grace_s))}"
     more: dict[str, Any] = {"signal": signal, "requeue": True, "output": output}
     more |= {name: value or True for name, value in options.job_options(job).items()}
-    parameters: dict[str, Any] = {"job_name": job.name, "nodes": job.nodes, "ntasks_per_node": 1, "time": None, **array}
+    parameters: dict[str, Any] = {
+        "job_name": job.name,
+        "nodes": job.nodes,
+        "ntasks_per_node": 1,
+        "time": None,
+        **array,
+    }
     parameters |= {"wckey": None, "stderr_to_stdout": True, "use_srun": False, "additional_parameters": more}
     return _make_sbatch_string(command, ".", setup=list(setup), **parameters)

@@ -29,14 +29,27 @@ from cluster.transport import discovery, reach
 from cluster.transport.process import piped
 
 #: Timeouts of the allocation and of the job.
-IMMEDIATE_S, JOB_S = 60, 150
+IMMEDIATE_S = 60
+JOB_S = 150
 #: Options of sbatch that do not select nodes, or that srun does not have.
-_NOT_OF_NODES = ("begin", "comment", "dependency", "mail-type", "mail-user", "nice", "prefer", "priority", "signal")
+_NOT_OF_NODES = (
+    "begin",
+    "comment",
+    "dependency",
+    "mail-type",
+    "mail-user",
+    "nice",
+    "prefer",
+    "priority",
+    "signal",
+)
 _ADMINISTRATOR = "ask the administrator: "
 _PRINT_HOST = 'echo "host=${SLURMD_NODENAME:-$(hostname)}"'
 
 
-def examine(inventory: Inventory, image: str, data: Sequence[str], nodes: int, gpus: int, say: Say) -> list[Finding]:
+def examine(
+    inventory: Inventory, image: str, data: Sequence[str], nodes: int, gpus: int, say: Say
+) -> list[Finding]:
     """Return the findings of the login node, then of `nodes` nodes in one job, which writes and removes small files."""
     name = inventory.machines[0].name
     say("probing the login node")
@@ -86,7 +99,8 @@ def judge_request(job: Job, has: Mapping[str, Sequence[str]]) -> list[Finding]:
 
 
 def _run_job(login: Machine, job: Job) -> tuple[dict[int, Facts], list[str]]:
-    kind, probe = RUNTIMES[login.runtime], engine.probe_values(login, job.image)
+    kind = RUNTIMES[login.runtime]
+    probe = engine.probe_values(login, job.image)
     node = scripts.variables(version=kind.version, check=kind.check(job.image, "true"), **probe)
     node += scripts.text("backends/slurm/doctor_node.sh", "doctor/probe.sh")
     node = scripts.prologue(job.prologue, f"{_PRINT_HOST}; {PROLOGUE_FAILED}") + node
@@ -105,7 +119,12 @@ def srun(job: Job) -> list[str]:
     """Return the srun command that runs one task per node with the options of the job."""
     assert job.queue is not None
     given = job.queue.settings
-    options = {"job-name": "clusterctl-doctor", "nodes": str(job.nodes), "ntasks-per-node": "1", "chdir": "/tmp"}
+    options = {
+        "job-name": "clusterctl-doctor",
+        "nodes": str(job.nodes),
+        "ntasks-per-node": "1",
+        "chdir": "/tmp",
+    }
     if job.device == "cuda" and not {"gres", "gpus-per-node"} & {*given}:
         options["gpus-per-node"] = str(job.most_procs)
     options |= {name: value for name, value in given.items() if name not in _NOT_OF_NODES}
@@ -141,7 +160,9 @@ def judge_nodes(job: Job, answers: Mapping[int, Facts], messages: Sequence[str])
             nodes.append(replace(login, name=host, address=host, login="", gpus=tuple(range(job.most_procs))))
             facts_of[host] = facts
     if missing := job.nodes - len(answers):
-        why = next((line for line in messages if "failed" in line or "Killed" in line), "no message from srun")
+        why = next(
+            (line for line in messages if "failed" in line or "Killed" in line), "no message from srun"
+        )
         why = f"{missing} of {job.nodes} nodes did not run the job: {why}"
         fix = "sinfo --list-reasons; to leave it out: --set exclude=..."
         findings.append(Finding("job", login.name, "failure", why, fix))
@@ -183,7 +204,9 @@ def common(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
         return Verdict("ok", "run_dir and data_dir are shared")
     what = " and ".join(f"{path} ({key})" for key, path in missing.items())
     why = f"{what} is not shared: this node does not see a file of the login node"
-    return Verdict("failure", why, f"in cluster.yaml, {', '.join(missing)}: a folder on a shared disk (see: df -h)")
+    return Verdict(
+        "failure", why, f"in cluster.yaml, {', '.join(missing)}: a folder on a shared disk (see: df -h)"
+    )
 
 
 def names(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
@@ -191,9 +214,12 @@ def names(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     peer = facts.text("peer")
     if not peer:
         return Verdict("ok", "not tested with one node: --nodes 2")
-    number, device = number_of(peer, facts), device_towards(facts, peer)
+    number = number_of(peer, facts)
+    device = device_towards(facts, peer)
     if not number:
-        return Verdict("failure", f"the name {peer} does not resolve", f"{_ADMINISTRATOR}add {peer} to /etc/hosts")
+        return Verdict(
+            "failure", f"the name {peer} does not resolve", f"{_ADMINISTRATOR}add {peer} to /etc/hosts"
+        )
     if device in ("", "lo"):
         why = f"no route to {peer} ({number})" if not device else f"{peer} is {number} on lo: itself"
         return Verdict("failure", why, f"{_ADMINISTRATOR}correct {peer} in /etc/hosts")
@@ -224,7 +250,9 @@ def image(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict | None:
         return None  # the check of the runtime reports it
     if message := facts.text("image_says"):
         why = f"{seen.image} does not run: {re.sub(r'^FATAL: +', '', message)}"
-        return Verdict("failure", why, f"srun --nodelist={node.name} {scripts.line(kind.check(seen.image, 'true'))}")
+        return Verdict(
+            "failure", why, f"srun --nodelist={node.name} {scripts.line(kind.check(seen.image, 'true'))}"
+        )
     return Verdict("ok", f"{seen.image} runs")
 
 
@@ -233,14 +261,17 @@ def gpus(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     if seen.device != "cuda":
         return Verdict("ok", f"not used: device: {seen.device}")
     given = [gpu for gpu in facts.text("visible_gpus").split(",") if gpu]
-    rows, listed = engine.gpu_rows(facts), engine.listed_gpus(facts)
+    rows = engine.gpu_rows(facts)
+    listed = engine.listed_gpus(facts)
     if len(given) < len(node.gpus):
         why = f"{len(node.gpus)} GPUs requested, but CUDA_VISIBLE_DEVICES has {len(given)}"
         fix = "in cluster.yaml, slurm: gres or gpus-per-node, as the site requires (sinfo --format '%P %G')"
         return Verdict("failure", why, fix)
     if not rows or len(listed) < len(given):
         message = " ".join(facts.every("gpu_says"))
-        lists = f"nvidia-smi lists {len(listed)}" if facts.has("nvidia-smi") else "nvidia-smi is not installed"
+        lists = (
+            f"nvidia-smi lists {len(listed)}" if facts.has("nvidia-smi") else "nvidia-smi is not installed"
+        )
         fix = f"{_ADMINISTRATOR}install NVIDIA's driver; until then: --set exclude={node.name}"
         return Verdict("failure", f"Slurm allocated {len(given)} GPUs, but {message or lists}", fix)
     return Verdict("ok", f"{len(given)} x {rows[0][4]}, driver {rows[0][1]}")

@@ -105,7 +105,9 @@ def inherited(job: Job, lines: Sequence[str], where: str) -> tuple[list[tuple[st
     given = job_options(job)
     values = dict(line.partition("=")[::2] for line in lines)
     outer = values.get("SLURM_JOB_ID")
-    wrong, ignored, notes = [], [], []
+    wrong = []
+    ignored = []
+    notes = []
     for name, value in values.items():
         program, _, rest = name.partition("_")
         option = _OPTIONS.get(rest, rest.lower().replace("_", "-"))
@@ -116,7 +118,9 @@ def inherited(job: Job, lines: Sequence[str], where: str) -> tuple[list[tuple[st
             pass  # Slurm sets these in its jobs
         elif program == "SBATCH" and option in given:
             if given[option] != value and option not in _PLAIN:
-                notes.append(f"{where}: ignoring {name}={value}, because the job has {option}={given[option]}")
+                notes.append(
+                    f"{where}: ignoring {name}={value}, because the job has {option}={given[option]}"
+                )
         elif program == "SBATCH" and option in (*_REFUSED, "export"):
             notes.append(f"{where}: ignoring {name}={value}, because clusterctl sets {option}")
         elif program == "SBATCH":

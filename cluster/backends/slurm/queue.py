@@ -22,7 +22,15 @@ COLUMNS = {
 FORMAT = ",".join(f"{name}:{width}" for name, width in COLUMNS.items())
 
 #: The job states of a job in the queue.
-_PENDING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "CONFIGURING")
+_PENDING = (
+    "PENDING",
+    "REQUEUED",
+    "REQUEUE_HOLD",
+    "REQUEUE_FED",
+    "SPECIAL_EXIT",
+    "RESV_DEL_HOLD",
+    "CONFIGURING",
+)
 #: Those of a job that has nodes, and what to say about it. A job in any other state is over.
 _STARTED = {
     **dict.fromkeys(("RUNNING", "SIGNALING", "STAGE_OUT", "COMPLETING"), ""),
@@ -49,7 +57,9 @@ def queued_job(line: str) -> QueuedJob | None:
     if not name:
         return None
     state = state.split("+")[0]
-    job = QueuedJob(f"{array}_{task}" if task.isdigit() else number, state, "lost", requeues=int(restarts or 0))
+    job = QueuedJob(
+        f"{array}_{task}" if task.isdigit() else number, state, "lost", requeues=int(restarts or 0)
+    )
     if state in _PENDING:
         return replace(job, phase="pending", detail=_pending_reason(state, start, reason))
     if state in _STARTED:

@@ -9,7 +9,8 @@ from cluster.backends.batch.site import Problem
 from cluster.backends.slurm import options
 from cluster.spec.model import Job
 
-TITLE, PING = "Slurm", "scontrol ping"
+TITLE = "Slurm"
+PING = "scontrol ping"
 PROGRAMS = ("sbatch", "squeue", "scancel", "scontrol", "sinfo")
 
 
@@ -29,14 +30,17 @@ def partitions(lines: Sequence[str]) -> dict[str, Partition]:
     by_name: dict[str, Partition] = {}
     for line in lines:
         name, nodes, _, gres, limit = line.split("|")
-        default, name = name.endswith("*"), name.rstrip("*")
+        default = name.endswith("*")
+        name = name.rstrip("*")
         gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:,()]+)?:(\d+)", gres))
         known = by_name.get(name, Partition(name, 0, 0, options.seconds(limit), default))
         by_name[name] = replace(known, nodes=known.nodes + int(nodes), gpus=max(known.gpus, gpus))
     return by_name
 
 
-def check_command(job: Job, *, run_dir: str, new: str = "", name: str = "", needs: Sequence[str] = ()) -> list[str]:
+def check_command(
+    job: Job, *, run_dir: str, new: str = "", name: str = "", needs: Sequence[str] = ()
+) -> list[str]:
     """Return the command of the preflight check on the login node."""
     return site.check_command(job, "slurm", TITLE, PROGRAMS, run_dir=run_dir, new=new, name=name, needs=needs)
 
@@ -59,7 +63,9 @@ def _secrets(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[Pro
         wrong.append((why, f"--set export=ALL,{export}" if exported != ["NONE"] else "omit it"))
     if job.secrets and "stores_env" in has:
         why = "Slurm would store the secrets in its accounting database (AccountingStoreFlags has job_env)"
-        wrong.append((f"{where}: {why}", "omit --env NAME, and let the program read a file that only you can read"))
+        wrong.append(
+            (f"{where}: {why}", "omit --env NAME, and let the program read a file that only you can read")
+        )
     return wrong
 
 

@@ -24,7 +24,10 @@ from trainer.errors import TrainerError
 
 _UNBOUNDED = (-np.inf, np.inf, -np.inf, np.inf)
 _NO_MASK = -1
-_BLOCK = 8, 32  # rows and columns of a program: two pixels per thread, so that a GPU has room for many threads
+_BLOCK = (
+    8,
+    32,
+)  # rows and columns of a program: two pixels per thread, so that a GPU has room for many threads
 _INTERPRETED_BLOCK = 64, 64  # the interpreter's time is that of the operations, however many pixels they have
 
 Box = tuple[int, int, int, int]  # x1, x2, y1, y2
@@ -72,22 +75,28 @@ class _Packer:
     def __init__(
         self, shape: tuple[int, int], image_of: Callable[[int], Image], resident: ResidentTable | None
     ) -> None:
-        self._shape, self._image_of, self._resident = shape, image_of, resident
+        self._shape = shape
+        self._image_of = image_of
+        self._resident = resident
         self.places: list[tuple[int, int, int]] = []
         self.maps: list[list[float]] = []
         self.masks: list[Pixels] = []
         self.parts: list[Image] = [np.full((1, 1, 3), FILL, np.uint8)]
-        self._pixels, self._mask_bytes, self._widest = 1, 0, 0
+        self._pixels = 1
+        self._mask_bytes = 0
+        self._widest = 0
 
     def add(self, layer: Layer) -> None:
         """Append a layer, unless only its bounds are in the result."""
-        index, resident = layer.tile.index, self._resident
+        index = layer.tile.index
+        resident = self._resident
         size = resident.size(index) if resident else self._image_of(index).shape[:2]
         row, (left, right, top, bottom) = _map(layer, size, self._shape)
         if left >= right or top >= bottom:
             return
         if resident:
-            origin, stride = resident.first_pixel(index), size[1]
+            origin = resident.first_pixel(index)
+            stride = size[1]
         else:
             stride = right - left
             origin = self._pixels - top * stride - left
@@ -115,7 +124,10 @@ class _Packer:
 
 
 def pack(
-    recipes: Sequence[Recipe], image_of: Callable[[int], Image], resident: ResidentTable | None = None, number: int = 0
+    recipes: Sequence[Recipe],
+    image_of: Callable[[int], Image],
+    resident: ResidentTable | None = None,
+    number: int = 0,
 ) -> Painting:
     """Return the painting of `recipes` of one shape, with the visible parts of the sources.
 
@@ -127,7 +139,8 @@ def pack(
     if resident:
         layers = [layer for recipe in recipes for scene in recipe.scenes for layer in scene]
         uploads = resident.uploads(dict.fromkeys(layer.tile.index for layer in layers), number, image_of)
-    packer, ranges = _Packer(shape, image_of, resident), []
+    packer = _Packer(shape, image_of, resident)
+    ranges = []
     for recipe in recipes:
         bounds = [len(packer.maps)]
         for layers in recipe.scenes:
@@ -163,22 +176,27 @@ def _map(layer: Layer, source: tuple[int, int], result: tuple[int, int]) -> tupl
         (scale_x, _, x), (_, scale_y, y), _ = matrix.tolist()
         left, right, x1, x2 = span(source[1], scale_x, x, result[1])
         top, bottom, y1, y2 = span(source[0], scale_y, y, result[0])
-        a, b = (right - left) / (x2 - x1), (bottom - top) / (y2 - y1)
+        a = (right - left) / (x2 - x1)
+        b = (bottom - top) / (y2 - y1)
         scaling = [a, 0, (0.5 - x1) * a - 0.5 + left, 0, b, (0.5 - y1) * b - 0.5 + top, 0, 0, 1]
         painted = max(0, x1), min(x2, result[1]), max(0, y1), min(y2, result[0])
         row = [*scaling, *painted, left, right - 1, top, bottom - 1, *_UNBOUNDED]
         return row, (left, right, top, bottom)
     inverse = np.linalg.inv(translation(-0.5, -0.5) @ matrix @ translation(0.5, 0.5))  # of pixel centres
     inverse = inverse / inverse[2, 2]
-    size, sides = source[::-1], result[::-1]
+    size = source[::-1]
+    sides = result[::-1]
     (x1, y1), (x2, y2) = np.floor(layer.bounds[:2]).clip(0, sides), np.ceil(layer.bounds[2:]).clip(0, sides)
     corners = np.array([(x1, y1, 1), (x2, y1, 1), (x2, y2, 1), (x1, y2, 1)]) @ inverse.T
-    low, high = np.zeros(2), np.array(size)
+    low = np.zeros(2)
+    high = np.array(size)
     if (corners[:, 2] > HORIZON).all():
         corners = corners[:, :2] / corners[:, 2:]
-        low, high = np.floor(corners.min(0) - 1).clip(0, size), np.ceil(corners.max(0) + 2).clip(0, size)
+        low = np.floor(corners.min(0) - 1).clip(0, size)
+        high = np.ceil(corners.max(0) + 2).clip(0, size)
     left, top, right, bottom = map(int, (*low, *high))
-    sampled, inside = (left, right - 1, top, bottom - 1), (0, size[0] - 1, 0, size[1] - 1)
+    sampled = (left, right - 1, top, bottom - 1)
+    inside = (0, size[0] - 1, 0, size[1] - 1)
     return [*inverse.ravel(), x1, x2, y1, y2, *sampled, *inside], (left, right, top, bottom)
 
 
@@ -195,20 +213,30 @@ class DevicePainter:
         self._is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if device.type != "cuda" and not self._is_interpreted:
             what = f"--augment-on device: the device is {device}, and the kernel that paints the images needs a GPU"
-            raise TrainerError(what, "use --augment-on workers; to test, TRITON_INTERPRET=1 runs the kernel on a CPU")
+            raise TrainerError(
+                what, "use --augment-on workers; to test, TRITON_INTERPRET=1 runs the kernel on a CPU"
+            )
         try:
-            from trainer.data.augment.paint_kernel import paint_batch  # triton is optional, and slow to import
+            from trainer.data.augment.paint_kernel import (
+                paint_batch,
+            )  # triton is optional, and slow to import
 
             self._kernel: Any = paint_batch
             blank = pack([_BLANK], lambda _: np.zeros((0, 0, 3), np.uint8))
             found = self(blank).flatten().tolist()
-        except Exception as error:  # of any type: Triton runs a C compiler and ptxas, writes a cache, loads a driver
+        except (
+            Exception
+        ) as error:  # of any type: Triton runs a C compiler and ptxas, writes a cache, loads a driver
             reason = " ".join(str(error).split())
             what = f"images cannot be painted on {device}: {type(error).__name__}: {reason}"
-            hint = "use --augment-on workers, or provide triton, a C compiler, Python's headers and a writable "
+            hint = (
+                "use --augment-on workers, or provide triton, a C compiler, Python's headers and a writable "
+            )
             raise TrainerError(what, f"{hint}TRITON_CACHE_DIR") from error
         if found != 3 * [FILL]:
-            raise TrainerError(f"images cannot be painted on {device}: a blank pixel is {found}, not {3 * [FILL]}")
+            raise TrainerError(
+                f"images cannot be painted on {device}: a blank pixel is {found}, not {3 * [FILL]}"
+            )
 
     def __call__(self, painting: Painting) -> Tensor:
         """Return the images, uint8 (b, h, w, 3) on the device."""

@@ -41,12 +41,14 @@ def _paint(out: Image, image: Image, matrix: Floats, seen: Bounds) -> None:
     if is_upright(matrix):
         _paint_upright(out, image, matrix)
         return
-    low, high = np.floor(seen[:2]), np.ceil(seen[2:])
+    low = np.floor(seen[:2])
+    high = np.ceil(seen[2:])
     x1, y1, x2, y2 = np.append(low, high).clip(0, np.tile(out.shape[1::-1], 2)).astype(int).tolist()
     if x1 >= x2 or y1 >= y2:
         return
     m = translation(-x1 - 0.5, -y1 - 0.5) @ matrix @ translation(0.5, 0.5)  # OpenCV counts from pixel centres
-    size, place = (x2 - x1, y2 - y1), out[y1:y2, x1:x2]
+    size = (x2 - x1, y2 - y1)
+    place = out[y1:y2, x1:x2]
     if m[2, 0] == m[2, 1] == 0:
         cv2.warpAffine(image, m[:2] / m[2, 2], size, dst=place, borderMode=cv2.BORDER_TRANSPARENT)
     else:
@@ -57,11 +59,15 @@ def _paste(out: Image, image: Image, matrix: Floats, outline: Floats) -> None:
     """Warp the part of `image` within `outline` (k, 2), in the result's pixels, into `out`."""
     bounds = np.concatenate([outline.min(0), outline.max(0)])
     x1, y1, x2, y2 = (int(v) for v in (*np.floor(bounds[:2]), *np.ceil(bounds[2:])))
-    x1, y1, x2, y2 = max(x1, 0), max(y1, 0), min(x2, out.shape[1]), min(y2, out.shape[0])
+    x1 = max(x1, 0)
+    y1 = max(y1, 0)
+    x2 = min(x2, out.shape[1])
+    y2 = min(y2, out.shape[0])
     if x1 >= x2 or y1 >= y2:
         return
     place = out[y1:y2, x1:x2]
-    cut, mask = place.copy(), np.zeros(place.shape[:2], np.uint8)
+    cut = place.copy()
+    mask = np.zeros(place.shape[:2], np.uint8)
     _paint(cut, image, translation(-x1, -y1) @ matrix, (0, 0, x2 - x1, y2 - y1))
     fill_outline(mask, outline - (x1, y1), 1)
     cv2.copyTo(cut, mask, dst=place)
@@ -82,7 +88,8 @@ def _paint_upright(out: Image, image: Image, matrix: Floats) -> None:
     if min(x2, y2) > 0 and x1 < width and y1 < height:
         part = cv2.resize(image[top:bottom, left:right], (x2 - x1, y2 - y1))
         part = part[max(0, -y1) : height - y1, max(0, -x1) : width - x1]
-        y, x = max(0, y1), max(0, x1)
+        y = max(0, y1)
+        x = max(0, x1)
         out[y : y + part.shape[0], x : x + part.shape[1]] = part
 
 
@@ -100,8 +107,10 @@ def letterbox(image: Image, side: int, out: Image) -> tuple[float, float, float]
     """Fit `image` to `side` px, centred in `out` (h, w, 3); return (scale, pad_x, pad_y): out_xy = xy * scale + pad."""
     height, width = image.shape[:2]
     scale = side / max(height, width)
-    w, h = max(1, round(width * scale)), max(1, round(height * scale))
-    x, y = (out.shape[1] - w) // 2, (out.shape[0] - h) // 2
+    w = max(1, round(width * scale))
+    h = max(1, round(height * scale))
+    x = (out.shape[1] - w) // 2
+    y = (out.shape[0] - h) // 2
     out[:] = FILL
     how = cv2.INTER_LINEAR if scale >= 1 else cv2.INTER_AREA
     out[y : y + h, x : x + w] = cv2.resize(image, (w, h), interpolation=how)

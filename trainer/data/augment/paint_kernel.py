@@ -21,7 +21,9 @@ from trainer.data.batch import FILL
 
 BACKGROUND = tl.constexpr(float(FILL))
 HORIZON = tl.constexpr(_HORIZON)
-ROUNDING = tl.constexpr(1.5 * 2**23)  # floats of this size are whole numbers: adding it rounds to nearest, ties to even
+ROUNDING = tl.constexpr(
+    1.5 * 2**23
+)  # floats of this size are whole numbers: adding it rounds to nearest, ties to even
 # Columns of the tables.
 RANGES = tl.constexpr(3)
 PLACES = tl.constexpr(3)
@@ -59,7 +61,19 @@ def _blend(old, at, below, right, down, weight):
 
 @triton.jit
 def _scene(
-    pool, masks, places, maps, begin, end, x, y, x_low, y_low, inside, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    pool,
+    masks,
+    places,
+    maps,
+    begin,
+    end,
+    x,
+    y,
+    x_low,
+    y_low,
+    inside,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Return the channels of layers `begin` to `end` at the pixels (x (1, COLUMNS), y (ROWS, 1)), in whole numbers."""
     red = tl.full((ROWS, COLUMNS), BACKGROUND, tl.float32)
@@ -108,7 +122,17 @@ def _scene(
     do_not_specialize=["images", "pool", "ranges", "places", "changes", "maps", "masks", "height", "width"],
 )
 def paint_batch(
-    images, pool, ranges, places, changes, maps, masks, height, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    images,
+    pool,
+    ranges,
+    places,
+    changes,
+    maps,
+    masks,
+    height,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Paint into `images` uint8 (b, height, width, 3), on a grid of (columns, rows, b) programs."""
     image = tl.program_id(2).to(tl.int64)
@@ -128,10 +152,14 @@ def paint_batch(
     begin = tl.load(ranges + image * RANGES)
     middle = tl.load(ranges + image * RANGES + 1)
     end = tl.load(ranges + image * RANGES + 2)
-    red, green, blue = _scene(pool, masks, places, maps, begin, middle, x, y, x_low, y_low, inside, ROWS, COLUMNS)
+    red, green, blue = _scene(
+        pool, masks, places, maps, begin, middle, x, y, x_low, y_low, inside, ROWS, COLUMNS
+    )
     share = tl.load(change)
     if share < 1:  # mixup
-        red2, green2, blue2 = _scene(pool, masks, places, maps, middle, end, x, y, x_low, y_low, inside, ROWS, COLUMNS)
+        red2, green2, blue2 = _scene(
+            pool, masks, places, maps, middle, end, x, y, x_low, y_low, inside, ROWS, COLUMNS
+        )
         red = _round(red * share + red2 * (1 - share))
         green = _round(green * share + green2 * (1 - share))
         blue = _round(blue * share + blue2 * (1 - share))

@@ -98,12 +98,16 @@ def random_affine(
 
     `canvas` and `result` are (width, height) in pixels.
     """
-    draws = rng.random(8).tolist()  # two for the perspective, angle, scale, two for the shear, two for the translation
+    draws = rng.random(
+        8
+    ).tolist()  # two for the perspective, angle, scale, two for the shear, two for the translation
     scale = _uniform(1 - hyp.scale, 1 + hyp.scale, draws[3])
-    low, high = 0.5 - hyp.translate, 0.5 + hyp.translate
+    low = 0.5 - hyp.translate
+    high = 0.5 + hyp.translate
     x, y = (side * _uniform(low, high, draw) for side, draw in zip(result, draws[6:], strict=True))
     if not (hyp.perspective or hyp.degrees or hyp.shear):
-        x, y = scale * (-canvas[0] / 2) + x, scale * (-canvas[1] / 2) + y
+        x = scale * (-canvas[0] / 2) + x
+        y = scale * (-canvas[1] / 2) + y
         return np.array([[scale, 0, x], [0, scale, y], [0, 0, 1]]), scale
     centre = translation(-canvas[0] / 2, -canvas[1] / 2)
     perspective = np.eye(3)
@@ -111,10 +115,13 @@ def random_affine(
     reach = float(np.abs(perspective[2, :2]) @ canvas) / 2
     perspective[2, :2] *= min(1.0, 0.8 / max(reach, 0.8))  # a reach of 1 maps the canvas's corner to infinity
     angle = math.radians(_uniform(-hyp.degrees, hyp.degrees, draws[2]))
-    cos, sin = scale * math.cos(angle), scale * math.sin(angle)
+    cos = scale * math.cos(angle)
+    sin = scale * math.sin(angle)
     rotation = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]])
     shear = np.eye(3)
-    shear[0, 1], shear[1, 0] = np.tan(np.radians([_uniform(-hyp.shear, hyp.shear, draw) for draw in draws[4:6]]))
+    shear[0, 1], shear[1, 0] = np.tan(
+        np.radians([_uniform(-hyp.shear, hyp.shear, draw) for draw in draws[4:6]])
+    )
     return translation(x, y) @ shear @ rotation @ perspective @ centre, scale
 
 
@@ -124,7 +131,9 @@ def _fit(size: tuple[int, int], side: int) -> tuple[float, float]:
     return size[1] * ratio, size[0] * ratio
 
 
-def _mosaic_tiles(dataset: Dataset, index: int, near: Ints, side: int, rng: np.random.Generator) -> list[_Tile]:
+def _mosaic_tiles(
+    dataset: Dataset, index: int, near: Ints, side: int, rng: np.random.Generator
+) -> list[_Tile]:
     """Return tiles of image `index` and three random ones of `near` around a random centre of a 2 side canvas."""
     cx, cy = (_uniform(side / 2, 3 * side / 2, draw) for draw in rng.random(2).tolist())
     indices = [index, *near[rng.integers(len(near), size=3)].tolist()]
@@ -179,14 +188,16 @@ def _objects_of(dataset: Dataset, tiles: list[_Tile]) -> _Objects:
     rows = np.concatenate(labels, dtype=np.float64)
     owners = np.arange(len(tiles)).repeat([len(part) for part in labels])
     frames = np.array([(t.x, t.y, t.w, t.h) for t in tiles])[owners]
-    half, centre = rows[:, 3:] * frames[:, 2:], rows[:, 1:3] * frames[:, 2:]
+    half = rows[:, 3:] * frames[:, 2:]
+    centre = rows[:, 1:3] * frames[:, 2:]
     half /= 2
     centre += frames[:, :2]
     boxes = np.empty((len(rows), 4))
     np.subtract(centre, half, out=boxes[:, :2])
     np.add(centre, half, out=boxes[:, 2:])
     outlines = [outline for tile in tiles for outline in dataset.segments(tile.index)]
-    corners, points = np.zeros(len(outlines), np.int64), np.empty((0, 2))
+    corners = np.zeros(len(outlines), np.int64)
+    points = np.empty((0, 2))
     if any(map(len, outlines)):
         corners = np.array([len(outline) for outline in outlines], np.int64)
         frames = frames.repeat(corners, axis=0)
@@ -198,7 +209,8 @@ def _with_copies(objects: _Objects, width: float, chance: float, rng: np.random.
     """Add a copy, mirrored about the middle of `width`, of outlined objects with probability `chance` (YOLOv5's)."""
     wanted = np.flatnonzero((objects.corners > 0) & (rng.random(len(objects.corners)) < chance))
     mirrored = objects.boxes[wanted][:, [2, 1, 0, 3]] * (-1, 1, -1, 1) + (width, 0, width, 0)
-    boxes, chosen = objects.boxes, []
+    boxes = objects.boxes
+    chosen = []
     for k, box in zip(wanted.tolist(), mirrored, strict=True):
         shared = np.minimum(boxes[:, 2:], box[2:]) - np.maximum(boxes[:, :2], box[:2])
         if (shared.clip(0).prod(1) < _MAX_COVERED * (boxes[:, 2:] - boxes[:, :2]).prod(1)).all():
@@ -234,14 +246,19 @@ def _seen_bounds(points: Floats, corners: Ints, result: Floats) -> Floats:
     leave = np.where(along, np.where(within, np.inf, -np.inf), cuts[1]).min(1, initial=1)
     shown = np.array(enter <= leave)[:, None]
     at = points + np.where(shown, np.stack([enter, leave])[:, :, None], 0) * edges
-    low, high = np.where(shown, at.min(0), np.inf), np.where(shown, at.max(0), -np.inf)
-    low, high = np.minimum.reduceat(low, begins), np.maximum.reduceat(high, begins)
-    for corner in np.array([(0, 0), (1, 0), (0, 1), (1, 1)]) * result:  # a corner of the result inside a polygon
+    low = np.where(shown, at.min(0), np.inf)
+    high = np.where(shown, at.max(0), -np.inf)
+    low = np.minimum.reduceat(low, begins)
+    high = np.maximum.reduceat(high, begins)
+    for corner in (
+        np.array([(0, 0), (1, 0), (0, 1), (1, 1)]) * result
+    ):  # a corner of the result inside a polygon
         crosses = (points[:, 1] > corner[1]) != (points[following, 1] > corner[1])
         with np.errstate(divide="ignore", invalid="ignore"):
             x = points[:, 0] + (corner[1] - points[:, 1]) / edges[:, 1] * edges[:, 0]
         inside = np.add.reduceat((crosses & (x > corner[0])).astype(np.int64), begins).reshape(-1, 1) % 2 == 1
-        low, high = np.where(inside, np.minimum(low, corner), low), np.where(inside, np.maximum(high, corner), high)
+        low = np.where(inside, np.minimum(low, corner), low)
+        high = np.where(inside, np.maximum(high, corner), high)
     bounds = np.concatenate([low, high], 1).clip(0, np.tile(result, 2))
     return np.where(np.isfinite(low[:, :1]), bounds, 0.0)
 
@@ -259,7 +276,9 @@ def _labels_in(objects: _Objects, matrix: Floats, scale: float, result: tuple[fl
     least: Floats | float = _MIN_AREA_SHARE * scale**2
     if len(objects.points):
         outlined = objects.corners > 0
-        seen[outlined] = _seen_bounds(_move(matrix, objects.points), objects.corners[outlined], np.array(result))
+        seen[outlined] = _seen_bounds(
+            _move(matrix, objects.points), objects.corners[outlined], np.array(result)
+        )
         least = np.where(outlined, _MIN_OUTLINE_SHARE, _MIN_AREA_SHARE) * scale**2
     sides = seen[:, 2:] - seen[:, :2]
     w, h = sides.T
@@ -275,7 +294,8 @@ def _scene(
 ) -> tuple[list[Layer], Floats]:
     """Return the layers of image `index`, alone or in a mosaic, in a result of `shape` (h, w), and the boxes (n, 5)."""
     height, width = shape
-    result, side = (float(width), float(height)), max(height, width)
+    result = (float(width), float(height))
+    side = max(height, width)
     is_mosaic = rng.random() < hyp.mosaic
     if is_mosaic:
         tiles = _mosaic_tiles(dataset, index, near, side, rng)
@@ -296,9 +316,12 @@ def _scene(
     return visible, _labels_in(objects, matrix, scale, result)
 
 
-def _pasted(objects: _Objects, originals: int, tiles: list[_Tile], matrix: Floats, width: float) -> list[Layer]:
+def _pasted(
+    objects: _Objects, originals: int, tiles: list[_Tile], matrix: Floats, width: float
+) -> list[Layer]:
     """Return the layers of the copies, the objects from number `originals` on, on a canvas of `width` px."""
-    mirrored, ends = matrix @ translation(width, 0) @ np.diag([-1.0, 1, 1]), np.cumsum(objects.corners)
+    mirrored = matrix @ translation(width, 0) @ np.diag([-1.0, 1, 1])
+    ends = np.cumsum(objects.corners)
     layers = []
     for k in range(originals, len(objects.classes)):
         outline = _move(matrix, objects.points[ends[k] - objects.corners[k] : ends[k]])
@@ -318,11 +341,15 @@ def recipe_of(
     """Return a random recipe of image `index` in `shape` (h, w), for mosaics h = w; `near` are other candidates."""
     height, width = shape
     layers, boxes = _scene(dataset, index, near, hyp, rng, shape)
-    scenes, share = [layers], 1.0
+    scenes = [layers]
+    share = 1.0
     if hyp.mixup and rng.random() < hyp.mixup:
         layers, more = _scene(dataset, int(near[rng.integers(len(near))]), near, hyp, rng, shape)
-        scenes, boxes, share = [*scenes, layers], np.concatenate([boxes, more]), rng.beta(32, 32)
-    colours, flips = None, (False, False)
+        scenes = [*scenes, layers]
+        boxes = np.concatenate([boxes, more])
+        share = rng.beta(32, 32)
+    colours = None
+    flips = (False, False)
     if hyp.hsv_h or hyp.hsv_s or hyp.hsv_v:
         hue, saturation, value = (_uniform(-1, 1, draw) for draw in rng.random(3).tolist())
         colours = hue * hyp.hsv_h, saturation * hyp.hsv_s, value * hyp.hsv_v
@@ -332,7 +359,9 @@ def recipe_of(
         boxes[:, 1::2] = width - boxes[:, 3:0:-2]
     if flips[1]:
         boxes[:, 2::2] = height - boxes[:, 4:1:-2]
-    low, high, size = boxes[:, 1:3], boxes[:, 3:], np.array([width, height], np.float64)
+    low = boxes[:, 1:3]
+    high = boxes[:, 3:]
+    size = np.array([width, height], np.float64)
     labels = np.empty((len(boxes), 5), np.float32)
     labels[:, 0] = boxes[:, 0]
     labels[:, 1:3] = (low + high) / (2 * size)
@@ -348,10 +377,13 @@ def colour_matrices(colours: tuple[float, float, float]) -> tuple[float, float, 
     `value * (saturation * c + (1 - saturation) * v)`, here `own * c + shared * v`. `turn` (3, 3) then rotates hue about
     the gray axis; None without a rotation.
     """
-    hue, saturation, value = colours[0], 1 + colours[1], 1 + colours[2]
+    hue = colours[0]
+    saturation = 1 + colours[1]
+    value = 1 + colours[2]
     turn = None
     if hue:
-        cos, sin = math.cos(math.pi * hue), math.sin(math.pi * hue) / math.sqrt(3)
+        cos = math.cos(math.pi * hue)
+        sin = math.sin(math.pi * hue) / math.sqrt(3)
         gray = (1 - cos) / 3
         turn = np.array(
             [

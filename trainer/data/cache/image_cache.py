@@ -45,13 +45,18 @@ class Layout:
 
     def __init__(self, dataset: Dataset, min_side: int) -> None:
         """Lay out the images of `dataset`, decoded to at least `min_side` px."""
-        self.min_side, sizes = min_side, _sizes(dataset)
+        self.min_side = min_side
+        sizes = _sizes(dataset)
         factors = np.ones(len(dataset), np.int64)
         if getattr(dataset, "decodes_reduced", False):
-            factors = np.array([reduction(int(longer), min_side) for longer in sizes.max(1, initial=0)], np.int64)
+            factors = np.array(
+                [reduction(int(longer), min_side) for longer in sizes.max(1, initial=0)], np.int64
+            )
         largest = -(-sizes // factors[:, None])
         self.widest = int(largest.max(initial=0))  # longest side
-        self.first = np.concatenate([[0], np.cumsum(largest.prod(1))])  # number of each image's first pixel, and of all
+        self.first = np.concatenate(
+            [[0], np.cumsum(largest.prod(1))]
+        )  # number of each image's first pixel, and of all
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -84,7 +89,9 @@ class CachedImages:
         A complete file has `spare` None. To another one, absent images are added when they are needed, as long as
         `spare` bytes of memory stay free; 0 adds all.
         """
-        self._dataset, self._layout, self._spare = dataset, layout, spare
+        self._dataset = dataset
+        self._layout = layout
+        self._spare = spare
         self.stores = spare is not None
         self._open(path)
 
@@ -116,7 +123,9 @@ class CachedImages:
                 _put(self._file, self._layout, index, image)
             except OSError as error:  # ENOSPC under strict overcommit
                 if not self._spare:
-                    what = f"--cache ram: image {self._dataset.name(index)} cannot be stored: {error.strerror}"
+                    what = (
+                        f"--cache ram: image {self._dataset.name(index)} cannot be stored: {error.strerror}"
+                    )
                     raise TrainerError(what, "use --cache auto or disk") from None
         return image
 
@@ -141,13 +150,16 @@ def _put(file: int, layout: Layout, index: int, image: Image) -> None:
 def _write(file: int, content: memoryview, offset: int) -> None:
     while content:
         written = os.pwrite(file, content, offset)
-        content, offset = content[written:], offset + written
+        content = content[written:]
+        offset = offset + written
 
 
 def image_folders(data: str) -> list[Path]:
     """Return the candidate folders of a disk cache for the dataset `data` (--data), in order of preference."""
     path = Path(data)
-    return cache_folders(str(path.resolve().parent)) if path.is_file() else cache_folders(str(Path.cwd()))[-1:]
+    return (
+        cache_folders(str(path.resolve().parent)) if path.is_file() else cache_folders(str(Path.cwd()))[-1:]
+    )
 
 
 @dataclass(frozen=True)
@@ -162,7 +174,13 @@ class _File:
 
 
 def cache_images(
-    dataset: Dataset, layout: Layout, kind: str, folders: list[Path], world: World, exchange: Exchange, threads: int
+    dataset: Dataset,
+    layout: Layout,
+    kind: str,
+    folders: list[Path],
+    world: World,
+    exchange: Exchange,
+    threads: int,
 ) -> tuple[CachedImages | None, str]:
     """Open this node's cache of kind `ram`, `disk` (in the first of `folders` with space) or `auto`.
 
@@ -224,7 +242,8 @@ def _memory_file(layout: Layout, kind: str, node: int, stack: contextlib.ExitSta
         if kind == "ram":
             raise TrainerError("--cache ram needs Linux", "use --cache disk, or --cache none")
         return _File(node, "images are not cached: in memory only Linux can share them")
-    free, total = memory_free(), _offset(layout, -1)
+    free = memory_free()
+    total = _offset(layout, -1)
     need = f"the decoded images need {gib(total)}"
     if kind == "ram" and total > free * (1 - _RESERVED):
         what = f"--cache ram: {need}, {gib(int(free * (1 - _RESERVED)))} of memory is free"
@@ -236,13 +255,19 @@ def _memory_file(layout: Layout, kind: str, node: int, stack: contextlib.ExitSta
     os.ftruncate(file, total)
     spare = int(free * _RESERVED) if kind == "auto" else 0
     return _File(
-        node, f"images are cached in memory: {need} of {gib(free)} free", f"/proc/{os.getpid()}/fd/{file}", spare=spare
+        node,
+        f"images are cached in memory: {need} of {gib(free)} free",
+        f"/proc/{os.getpid()}/fd/{file}",
+        spare=spare,
     )
 
 
-def _disk_file(dataset: Dataset, layout: Layout, folders: list[Path], node: int, stack: contextlib.ExitStack) -> _File:
+def _disk_file(
+    dataset: Dataset, layout: Layout, folders: list[Path], node: int, stack: contextlib.ExitStack
+) -> _File:
     """Return the cache file, with a new draft if it does not exist, which `stack` removes."""
-    name, total = f"images-{_key(dataset, layout)}", _offset(layout, -1)
+    name = f"images-{_key(dataset, layout)}"
+    total = _offset(layout, -1)
     for folder in folders:
         if (folder / name).is_file() and (folder / name).stat().st_size == total:
             return _File(node, f"images are cached in {folder / name}", str(folder / name))
@@ -275,7 +300,9 @@ def _key(dataset: Dataset, layout: Layout) -> str:
     return digest.hexdigest()
 
 
-def _fill(dataset: Dataset, layout: Layout, draft: str, world: World, exchange: Exchange, threads: int) -> None:
+def _fill(
+    dataset: Dataset, layout: Layout, draft: str, world: World, exchange: Exchange, threads: int
+) -> None:
     """Decode this rank's part of the images into the file `draft` of its node; "" if that node's file is complete."""
     file = os.open(draft or os.devnull, os.O_RDWR)
     try:

@@ -22,7 +22,9 @@ def memory_free(root: Path = _ROOT) -> int:
         _, _, used, cache = _VERSIONS[version]
         with contextlib.suppress(OSError, ValueError):
             taken = int((group / used).read_text(encoding="ascii"))
-            counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+            counts = dict(
+                line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines()
+            )
             free = min(free, limit - taken + int(counts.get(cache, 0)))
     return max(0, free)
 

@@ -24,7 +24,10 @@ from trainer.data.dataset import Dataset, Image
 from trainer.errors import TrainerError
 
 PASS = 2**32  # the batches of pass p have the numbers p * PASS, p * PASS + 1, ...; p counts from 1
-_ABSENT, _ON_DEVICE = 0, 1  # states of an image; others are the number of the batch that takes it to the device
+_ABSENT, _ON_DEVICE = (
+    0,
+    1,
+)  # states of an image; others are the number of the batch that takes it to the device
 _SETTLED = 3  # steps after which training has allocated its memory: gradients, momentum, workspaces
 
 
@@ -40,13 +43,15 @@ class ResidentTable:
     """Which images are on a rank's device, and their decoded sizes, in memory that the rank and its workers share."""
 
     def __init__(self, dataset: Dataset, layout: Layout) -> None:
-        self._dataset, self._layout = dataset, layout
+        self._dataset = dataset
+        self._layout = layout
         file = os.memfd_create("trainer-residents", os.MFD_CLOEXEC)
         os.ftruncate(file, 8 * (1 + 2 * len(layout)))
         self._open(file)
 
     def _open(self, file: int) -> None:
-        self._file, self._path = file, f"/proc/{os.getpid()}/fd/{file}"
+        self._file = file
+        self._path = f"/proc/{os.getpid()}/fd/{file}"
         # int64: whether the pool is open; the images' states (n,); their sizes (n,) as height << 32 | width, or 0.
         # Each value is one aligned word, so that no process reads a half of it.
         words = np.frombuffer(mmap.mmap(file, 0), np.int64)
@@ -84,7 +89,9 @@ class ResidentTable:
         mine = wanted[~(earlier | (states == _ON_DEVICE))]
         self._states[mine] = number  # before decoding, which takes long: other workers need the same images
         images = [self.checked(index, image_of(index)) for index in mine.tolist()]
-        for index in wanted[self._sizes[wanted] == 0].tolist():  # claimed by a batch that is still being packed
+        for index in wanted[
+            self._sizes[wanted] == 0
+        ].tolist():  # claimed by a batch that is still being packed
             self.checked(index, image_of(index))
         counts = [image.shape[0] * image.shape[1] for image in images]
         pixels = torch.empty((0, 3), dtype=torch.uint8)
@@ -95,7 +102,8 @@ class ResidentTable:
 
     def checked(self, index: int, image: Image) -> Image:
         """Record the size of a decoded image; raise TrainerError if it has no place or is not the size it was."""
-        size, before = image.shape[:2], self.size(index)
+        size = image.shape[:2]
+        before = self.size(index)
         if not self._layout.has_room(index, image) or before not in ((0, 0), size):
             height, width = before if any(before) else self._dataset.size(index)
             raise TrainerError(
@@ -131,9 +139,15 @@ class ResidentImages:
         `largest_batch` is in pixels, and `local_size` the number of ranks on this node. `refused` gets a message if
         there turns out to be no room.
         """
-        self.table, self._layout, self._device = ResidentTable(dataset, layout), layout, device
-        self._largest, self._local_size, self._refused = largest_batch, local_size, refused
-        self._seen, self._steps, self._is_decided = 0, 0, False
+        self.table = ResidentTable(dataset, layout)
+        self._layout = layout
+        self._device = device
+        self._largest = largest_batch
+        self._local_size = local_size
+        self._refused = refused
+        self._seen = 0
+        self._steps = 0
+        self._is_decided = False
 
     def free(self) -> int:
         """Return the bytes that are free on the device beside what the largest batch of the training takes."""
@@ -157,7 +171,8 @@ class ResidentImages:
 
     def step_done(self, batch_pixels: int) -> None:
         """Count a training step; after the first ones, open the pool if there is room beside the training."""
-        self._seen, self._steps = max(self._seen, batch_pixels), self._steps + 1
+        self._seen = max(self._seen, batch_pixels)
+        self._steps = self._steps + 1
         if self._steps == _SETTLED:
             self.open()
 

@@ -68,7 +68,9 @@ def from_coco(
     is `val_share` of the images, by default 0.1. Raises TrainerError for what cannot be read.
     """
     if val_images and not val_annotations:
-        raise TrainerError(f"--val-images {val_images}: no annotations of these images", "name them with --val")
+        raise TrainerError(
+            f"--val-images {val_images}: no annotations of these images", "name them with --val"
+        )
     if val_annotations and val_share is not None:
         what = f"--val-share {val_share:g}: --val {val_annotations} defines the images of the val split"
         raise TrainerError(what, "give one of them")
@@ -77,13 +79,19 @@ def from_coco(
         files[val_annotations] = _load(val_annotations)
     every = {path: _categories(content, path) for path, content in files.items()}
     if val_annotations and every[val_annotations] != every[annotations]:
-        raise TrainerError(f"{val_annotations}: other categories than {annotations}", "use equal ids and names in both")
+        raise TrainerError(
+            f"{val_annotations}: other categories than {annotations}", "use equal ids and names in both"
+        )
     used = {number for content in files.values() for number in _used(content)}
     chosen, parents = _chosen(every[annotations], used, annotations, choice.classes)
     conversion = Conversion([category.name for category in chosen])
     for parent in parents:
-        conversion.notes[f"category {parent.name!r} left out, which has no boxes and is the parent of others"] = 1
-    reader = _Reader(conversion, [category.id for category in chosen], {each.id for each in every[annotations]}, choice)
+        conversion.notes[
+            f"category {parent.name!r} left out, which has no boxes and is the parent of others"
+        ] = 1
+    reader = _Reader(
+        conversion, [category.id for category in chosen], {each.id for each in every[annotations]}, choice
+    )
     items = reader.read(files[annotations], annotations, images)
     if not val_annotations:
         conversion.splits = split_by_name(items, 0.1 if val_share is None else val_share)
@@ -97,7 +105,9 @@ def _load(path: Path) -> dict[str, list[Any]]:
     try:
         content: dict[str, list[Any]] = json.loads(read_text(path))
     except OSError as error:
-        raise TrainerError(f"{path}: cannot be read: {error.strerror}", "give a COCO annotation file") from error
+        raise TrainerError(
+            f"{path}: cannot be read: {error.strerror}", "give a COCO annotation file"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise TrainerError(f"{path}: not JSON: {error}", "give a COCO annotation file") from error
     for key in ("images", "annotations", "categories"):
@@ -146,17 +156,23 @@ def _chosen(
     A parent has no object, and is the supercategory of another category. Raises TrainerError if a name is left twice.
     """
     if classes:
-        unknown = [name for name in classes if not any(name in (each.name, str(each.id)) for each in categories)]
+        unknown = [
+            name for name in classes if not any(name in (each.name, str(each.id)) for each in categories)
+        ]
         if unknown:
             known = ", ".join(f"{each.name} ({each.id})" for each in categories)
-            raise TrainerError(f"--classes {unknown[0]}: no such category in {path}", f"use names or ids of: {known}")
-        chosen, parents = [each for each in categories if {each.name, str(each.id)} & {*classes}], []
+            raise TrainerError(
+                f"--classes {unknown[0]}: no such category in {path}", f"use names or ids of: {known}"
+            )
+        chosen = [each for each in categories if {each.name, str(each.id)} & {*classes}]
+        parents = []
     else:
         above = {each.id: each.supercategory for each in categories}
         parents = [
             each
             for each in categories
-            if each.id not in used and any(each.name == name for number, name in above.items() if number != each.id)
+            if each.id not in used
+            and any(each.name == name for number, name in above.items() if number != each.id)
         ]
         chosen = [each for each in categories if each not in parents]
     by_name: dict[str, list[int]] = {}
@@ -173,8 +189,12 @@ def _chosen(
 class _Reader:
     """Reads the splits of a conversion: `categories` are the ids of its classes, `known` those of the whole file."""
 
-    def __init__(self, conversion: Conversion, categories: list[int], known: set[int], choice: Choice) -> None:
-        self._conversion, self._categories, self._known = conversion, categories, known
+    def __init__(
+        self, conversion: Conversion, categories: list[int], known: set[int], choice: Choice
+    ) -> None:
+        self._conversion = conversion
+        self._categories = categories
+        self._known = known
         self._crowds = choice.crowds
         self._known_files: dict[Path, NamedFiles] = {}
 
@@ -199,12 +219,15 @@ class _Reader:
                 if label:
                     rows[thing.image_id].append(label)
                 else:
-                    self._conversion.fault(path, f"{where}: box without area or outside the image: {thing.bbox}")
+                    self._conversion.fault(
+                        path, f"{where}: box without area or outside the image: {thing.bbox}"
+                    )
         if empty := sum(number in rows and not rows[number] for number in crowded):
             self._conversion.notes[EMPTY_BY_CROWDS] += empty
             self._conversion.hint = "--crowd boxes: convert them as objects"
         return [
-            Annotated(folder / images[number].file_name, images[number].file_name, rows[number]) for number in shapes
+            Annotated(folder / images[number].file_name, images[number].file_name, rows[number])
+            for number in shapes
         ]
 
     def _images(self, content: dict[str, list[Any]], path: Path, folder: Path) -> dict[int | str, _Image]:
@@ -232,7 +255,9 @@ class _Reader:
             return os.path.relpath(found, folder.absolute())
         return text if is_below else ""
 
-    def _shapes(self, images: dict[int | str, _Image], path: Path, folder: Path) -> dict[int | str, tuple[int, int]]:
+    def _shapes(
+        self, images: dict[int | str, _Image], path: Path, folder: Path
+    ) -> dict[int | str, tuple[int, int]]:
         """Return (height, width) of each readable image."""
         shapes: dict[int | str, tuple[int, int]] = {}
         found = sizes([folder / image.file_name for image in images.values()])

@@ -56,8 +56,11 @@ def _rows(
     tree: ElementTree.Element, file: Path, size: tuple[int, int], conversion: Conversion, skip_difficult: bool
 ) -> list[str] | None:
     """Return the rows of one image; None if the declared size is wrong."""
-    height, width = _number(tree, "size/height"), _number(tree, "size/width")
-    if height and width and (height, width) != size and tree.find("size") is not None:  # some tools write zeros
+    height = _number(tree, "size/height")
+    width = _number(tree, "size/width")
+    if (
+        height and width and (height, width) != size and tree.find("size") is not None
+    ):  # some tools write zeros
         conversion.fault(file, f"the image is {size[1]} x {size[0]} px, not {width:g} x {height:g}")
         return None
     rows = []
@@ -92,7 +95,9 @@ def _image_sets(folder: Path, items: list[Annotated], conversion: Conversion) ->
         try:
             lines = read_text(path).splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise TrainerError(f"{path}: cannot be read: {error}", "write one name per line, in UTF-8") from None
+            raise TrainerError(
+                f"{path}: cannot be read: {error}", "write one name per line, in UTF-8"
+            ) from None
         for number, line in enumerate(lines, 1):
             for stem in line.split()[:1]:
                 if stem in left:

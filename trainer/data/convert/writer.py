@@ -55,8 +55,10 @@ class Conversion:
         more than a pixel. The polygon `outline` (k, 2) in pixels replaces the box.
         """
         height, width = size
-        x1, x2 = max(0.0, box[0]), min(float(width), box[2])
-        y1, y2 = max(0.0, box[1]), min(float(height), box[3])
+        x1 = max(0.0, box[0])
+        x2 = min(float(width), box[2])
+        y1 = max(0.0, box[1])
+        y2 = min(float(height), box[3])
         if x1 >= x2 or y1 >= y2:
             return None
         if box[0] < -1 or box[1] < -1 or box[2] > width + 1 or box[3] > height + 1:

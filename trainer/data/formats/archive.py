@@ -20,7 +20,9 @@ class RefusedError(ValueError):
     """A member of an archive leads out of the folder, or is neither a file, a folder nor a link."""
 
 
-def extract(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, prefix: str = ".partial-") -> None:
+def extract(
+    archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, prefix: str = ".partial-"
+) -> None:
     """Extract a member below `folder`, and give it its name only when it is complete.
 
     Owners are not restored, nor the mode of a folder. Of the mode of a file its permissions are, without those that the
@@ -88,7 +90,9 @@ def time_ns(member: tarfile.TarInfo) -> int:
 def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
     content = archive.extractfile(member)
     assert content is not None  # of a regular file
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, member.mode & 0o775 | 0o600), "wb") as file:
+    with os.fdopen(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, member.mode & 0o775 | 0o600), "wb"
+    ) as file:
         shutil.copyfileobj(content, file, 1 << 20)
         if file.tell() != member.size:
             from tarfile import ReadError

@@ -27,17 +27,30 @@ class Folder:
     def __init__(self, root: str, split: Split) -> None:
         found = [Path(root, name) for name in _FOLDERS[split] if Path(root, name).is_dir()]
         if not found:
-            raise TrainerError(f"--data {root}: no folder {' or '.join(_FOLDERS[split])}", "see docs/how-to/train.md")
+            raise TrainerError(
+                f"--data {root}: no folder {' or '.join(_FOLDERS[split])}", "see docs/how-to/train.md"
+            )
         self._root = found[0]
-        broken = [str(path) for path in sorted(self._root.iterdir()) if path.is_symlink() and not path.exists()]
+        broken = [
+            str(path) for path in sorted(self._root.iterdir()) if path.is_symlink() and not path.exists()
+        ]
         if broken:
             raise TrainerError(f"{broken[0]}: broken symbolic link", LINK_HINT)
         # Skip hidden names: `.ipynb_checkpoints` is no class, and `._1.jpg` of macOS no image.
-        self.names = sorted(path.name for path in self._root.iterdir() if path.is_dir() and path.name[0] != ".")
-        paths = [[os.path.relpath(path, self._root) for path in images_below(self._root / name)] for name in self.names]
+        self.names = sorted(
+            path.name for path in self._root.iterdir() if path.is_dir() and path.name[0] != "."
+        )
+        paths = [
+            [os.path.relpath(path, self._root) for path in images_below(self._root / name)]
+            for name in self.names
+        ]
         empty = [name for name, found in zip(self.names, paths, strict=True) if not found]
         if len(self.names) < 2 or empty:
-            what = f"no image in {', '.join(empty[:5])}" if empty else f"fewer than two class folders: {self.names}"
+            what = (
+                f"no image in {', '.join(empty[:5])}"
+                if empty
+                else f"fewer than two class folders: {self.names}"
+            )
             hint = "each class needs a folder with images; if the class folders are inside another one, move them up"
             raise TrainerError(f"--data {root}: {self._root}: {what}", hint)
         # Flat arrays: reference counts would copy a list of tuples into every worker, page by page.
@@ -57,7 +70,8 @@ class Folder:
 
     def image(self, index: int, min_side: int = 0) -> Image:
         """Decode the file as uint8 (h, w, 3) RGB; `min_side` permits a JPEG with a shorter side of so many pixels."""
-        path, factor = self._root / self.name(index), 1
+        path = self._root / self.name(index)
+        factor = 1
         if min_side and path.suffix.lower() in (".jpg", ".jpeg"):
             from PIL import Image as Header  # reads a few bytes only
 
@@ -78,7 +92,9 @@ class Arrays:
 
     def __init__(self, source: str, names: list[str], images: Any, labels: Any) -> None:
         self.names = names
-        self._source, self._images, self._labels = source, images, np.asarray(labels, np.int64)
+        self._source = source
+        self._images = images
+        self._labels = np.asarray(labels, np.int64)
 
     def __len__(self) -> int:
         return len(self._labels)

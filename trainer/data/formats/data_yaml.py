@@ -13,7 +13,17 @@ from trainer.config.faults import BadData, Fault
 SPLITS = ("train", "val")  # that training needs
 
 # Roboflow's exports contain the key `roboflow`, and datasets of poses the last three.
-_KEYS: tuple[str, ...] = ("path", "train", "val", "test", "nc", "names", "extra_columns", "download", "sha256")
+_KEYS: tuple[str, ...] = (
+    "path",
+    "train",
+    "val",
+    "test",
+    "nc",
+    "names",
+    "extra_columns",
+    "download",
+    "sha256",
+)
 _KEYS += ("roboflow", "kpt_shape", "kpt_names", "flip_idx")
 
 
@@ -85,9 +95,13 @@ def _names(content: Content, faults: list[Fault]) -> list[str]:
         names = [numbered[k] for k in range(len(names))]
     names = [str(name) for name in names]
     if not all(names):
-        faults.append(content.fault("names", "a class of `names` has no name", "give each class a unique name"))
+        faults.append(
+            content.fault("names", "a class of `names` has no name", "give each class a unique name")
+        )
     for name in sorted({name for name in names if names.count(name) > 1}):
-        faults.append(content.fault("names", f"class name `{name}` is given twice", "give each class a unique name"))
+        faults.append(
+            content.fault("names", f"class name `{name}` is given twice", "give each class a unique name")
+        )
     nc = content.values.get("nc", len(names))
     nc = int(nc) if isinstance(nc, str) and nc.isdecimal() else nc
     if nc != len(names):
@@ -116,7 +130,9 @@ def _extra_columns(content: Content, keypoint_values: int, faults: list[Fault]) 
         return keypoint_values or None
     if type(number) is not int or number < 0:
         what = f"extra_columns must be how many numbers follow the box in a row, not {number}"
-        faults.append(content.fault("extra_columns", what, "for example `extra_columns: 1`, for a confidence"))
+        faults.append(
+            content.fault("extra_columns", what, "for example `extra_columns: 1`, for a confidence")
+        )
         return None
     if keypoint_values and number != keypoint_values:
         what = f"extra_columns is {number}, but the key points of kpt_shape are {keypoint_values} numbers"
@@ -166,6 +182,7 @@ def _missing_hint(content: Content, split: str, path: Path) -> str:
 
 def mount_hint(path: str | Path, data_yaml: Path) -> str:
     """Return what to do in a container about a missing path that is not below the folder of the data.yaml, else ""."""
-    folder, path = Path(os.path.abspath(data_yaml)).parent, Path(os.path.abspath(path))
+    folder = Path(os.path.abspath(data_yaml)).parent
+    path = Path(os.path.abspath(path))
     inside = folder in (path, *path.parents)
     return "" if inside else f"; in a container, mount it: clusterctl launch --mount {path}"

@@ -60,7 +60,8 @@ def _prepare(scan: npt.NDArray[np.uint8]) -> Gray:
     smooth = cv2.resize(padded, (side, side), interpolation=cv2.INTER_CUBIC)
     level = np.clip((smooth - 0.32) / 0.36, 0, 1)
     ink = level * level * (3 - 2 * level)  # smoothstep sharpens the scan's blur to an edge of about a pixel
-    ys, xs = np.flatnonzero((ink > 0.3).any(1)), np.flatnonzero((ink > 0.3).any(0))
+    ys = np.flatnonzero((ink > 0.3).any(1))
+    xs = np.flatnonzero((ink > 0.3).any(0))
     crop = ink[ys[0] : ys[-1] + 1, xs[0] : xs[-1] + 1]
     return np.ascontiguousarray((crop * 255).astype(np.uint8))
 
@@ -114,18 +115,23 @@ def _compose(split: str, index: int, side: int, masks: bool) -> _Page:
     for k in chosen:
         x, y, w, h = (int(v) for v in (*xy[k], *wh[k]))
         glyph = glyphs[drawn[k]]
-        digit = cv2.resize(glyph, (w, h), interpolation=cv2.INTER_AREA if h < len(glyph) else cv2.INTER_LINEAR)
+        digit = cv2.resize(
+            glyph, (w, h), interpolation=cv2.INTER_AREA if h < len(glyph) else cv2.INTER_LINEAR
+        )
         place = ink[y : y + h, x : x + w]
         np.maximum(place, cv2.convertScaleAbs(digit, alpha=strength[k]), out=place)
         if masks:
-            outline = cv2.convexHull(np.argwhere(digit > _INK)[:, ::-1].astype(np.int32)) + np.array([x, y], np.int32)
+            outline = cv2.convexHull(np.argwhere(digit > _INK)[:, ::-1].astype(np.int32)) + np.array(
+                [x, y], np.int32
+            )
             cv2.fillConvexPoly(mask, outline, 1)
     shade = (rng.random((3, 3)) * rng.uniform(0, 45)).astype(np.uint8)
     ink = cv2.add(ink, cv2.resize(shade, (side, side), interpolation=cv2.INTER_CUBIC))
     grain = np.frombuffer(rng.bytes(side * side), np.uint8).reshape(side, side) >> 4
     ink = cv2.add(ink, grain)
 
-    xy, wh = xy[chosen], wh[chosen]
+    xy = xy[chosen]
+    wh = wh[chosen]
     labels = np.column_stack([digits[drawn[chosen]], (xy + wh / 2) / side, wh / side]).astype(np.float32)
     return _Page(ink, _tint(rng), labels, mask)
 
@@ -137,7 +143,9 @@ class Digits:
 
     def __init__(self, split: str, imgsz: int, pages: int | None = None, *, masks: bool = False) -> None:
         self.names = [str(digit) for digit in range(10)]
-        self._split, self._side, self._masks = split, imgsz, masks
+        self._split = split
+        self._side = imgsz
+        self._masks = masks
         self._pages: list[_Page | None] = [None] * (PAGES[split] if pages is None else pages)
 
     def __getstate__(self) -> dict[str, Any]:

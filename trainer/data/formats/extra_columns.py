@@ -15,7 +15,8 @@ from trainer.data.dataset import Floats, Ints
 
 #: The smallest share of the rows of one length, if there are other lengths, and their smallest number. An outline has
 #: any number of corners, so a few of them may have equally many by chance.
-_SHARE, _ROWS = 0.2, 20
+_SHARE = 0.2
+_ROWS = 20
 #: The share of such rows whose second point, read as an outline, must lie apart from the other points.
 _APART = 0.5
 #: Fewer rows show too little: an outline near the image's centre may look like a box with key points.
@@ -61,7 +62,8 @@ def find(outlines: Sequence[Floats]) -> list[Extras]:
 
 def _evidence(values: Floats) -> tuple[str, str, bool] | None:
     """Return what the numbers after the boxes of rows (n, 2c) are, what to do, and whether it is certain; else None."""
-    box, rest = values[:, :4], values[:, 4:]
+    box = values[:, :4]
+    rest = values[:, 4:]
     if not _are_boxes(box).all():
         return None
     count = rest.shape[1]
@@ -87,7 +89,8 @@ def _hint(count: int) -> str:
 
 def _are_boxes(box: Floats) -> npt.NDArray[np.bool_]:
     """Return (n,) whether `cx cy w h` (n, 4) are boxes within the image."""
-    low, high = box[:, :2] - box[:, 2:] / 2, box[:, :2] + box[:, 2:] / 2
+    low = box[:, :2] - box[:, 2:] / 2
+    high = box[:, :2] + box[:, 2:] / 2
     has_area = (box[:, 2:] > 0).all(1)
     is_within = ((low >= -_TOLERANCE) & (high <= 1 + _TOLERANCE)).all(1)
     return np.asarray(has_area & is_within)
@@ -112,7 +115,8 @@ def _is_apart(values: Floats) -> npt.NDArray[np.bool_]:
     has_label = (points != 0).any(2, keepdims=True)
     points = np.where(has_label, points, points[:, :1])
     others = np.delete(points, 1, axis=1)
-    low, high = others.min(1), others.max(1)
+    low = others.min(1)
+    high = others.max(1)
     margin = (high - low) / 2
     second = points[:, 1]
     return np.asarray(((second < low - margin) | (second > high + margin)).any(1))

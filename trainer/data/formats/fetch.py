@@ -23,10 +23,12 @@ from trainer.weights.download import check_sha256, fetch
 def fetch_missing(data_yaml: str) -> bool:
     """Fetch the archive in `download` if images are missing; return whether it was. An error leaves no files."""
     content = load_data_yaml(Path(data_yaml))
-    root, entries = content.root(), _entries(content)
+    root = content.root()
+    entries = _entries(content)
     if not content.values.get("download") or _holds(root, entries):
         return False
-    address, expected = _address(content), _sha256(content)
+    address = _address(content)
+    expected = _sha256(content)
     with one_per_machine(root.absolute()) as waited:
         if _holds(root, entries):
             return True
@@ -89,7 +91,9 @@ def _provide(content: Content, address: str, expected: str, root: Path) -> None:
             if not (root / child.name).exists():  # else it is the user's own, or another node was faster
                 child.rename(root / child.name)
     except OSError as error:
-        raise TrainerError(f"{where}: cannot write to {root}: {error}", "set `path` to a writable folder") from error
+        raise TrainerError(
+            f"{where}: cannot write to {root}: {error}", "set `path` to a writable folder"
+        ) from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
     if not _holds(root, _entries(content)):
@@ -113,8 +117,18 @@ def unpack(archive: Path, folder: Path, named: str) -> None:
             extract = packed.extract if is_zip else partial(archives.extract, packed)
             for member in track(members, len(members), "unpacking"):
                 extract(member, folder)
-    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, RuntimeError, ValueError, OSError) as error:
-        raise TrainerError(f"{named}: cannot be unpacked: {error}", "give a complete .zip or .tar.gz") from error
+    except (
+        zipfile.BadZipFile,
+        tarfile.TarError,
+        zlib.error,
+        EOFError,
+        RuntimeError,
+        ValueError,
+        OSError,
+    ) as error:
+        raise TrainerError(
+            f"{named}: cannot be unpacked: {error}", "give a complete .zip or .tar.gz"
+        ) from error
 
 
 def _origin(files: Path, content: Content, where: str) -> Path:
@@ -125,4 +139,6 @@ def _origin(files: Path, content: Content, where: str) -> Path:
             return candidate
     found = ", ".join(sorted(path.name for path in files.glob("*"))[:8]) or "nothing"
     what = f"{where}: the archive has no {' and '.join(_entries(content))}, but {found}"
-    raise TrainerError(what, "correct `train` and `val`: they are relative to the archive's top, or to a folder in it")
+    raise TrainerError(
+        what, "correct `train` and `val`: they are relative to the archive's top, or to a folder in it"
+    )

@@ -41,7 +41,9 @@ def cached_scan(listing: Listing, nc: int, extra: int | None, *, decode: bool = 
     Without `decode`, only the headers of the images are read.
     """
     folders = cache_folders(listing.root)
-    digest = hashlib.blake2b(json.dumps([_FORMAT, nc, extra, decode, len(listing.images)]).encode(), digest_size=16)
+    digest = hashlib.blake2b(
+        json.dumps([_FORMAT, nc, extra, decode, len(listing.images)]).encode(), digest_size=16
+    )
     digest.update(os.fsencode("\0".join(listing.images)))
     digest.update(listing.stamps.tobytes())
     name = f"labels-{digest.hexdigest()}"
@@ -64,14 +66,18 @@ def cached_scan(listing: Listing, nc: int, extra: int | None, *, decode: bool = 
 def _decoded(listing: Listing, folders: list[Path]) -> list[ImageState]:
     """Return the states of all images; only those that were not decoded before, or have changed, are decoded."""
     known = _known(folders)
-    files, stamps = listing.image_files(), listing.stamps[:, :2].tolist()
+    files = listing.image_files()
+    stamps = listing.stamps[:, :2].tolist()
     missing = [k for k, name in enumerate(listing.images) if known.get(name, [[]])[0] != stamps[k]]
     for k, state in zip(missing, decode_images([files[k] for k in missing]), strict=True):
         known[listing.images[k]] = [stamps[k], state]
     states = [known[name][1] for name in listing.images]
     if missing:
         listed = set(listing.images)
-        existing = {name for name in known if name in listed or os.path.exists(os.path.join(listing.root, name))}  # noqa: PTH110, PTH118
+        existing = set()
+        for name in known:
+            if name in listed or os.path.exists(os.path.join(listing.root, name)):  # noqa: PTH110, PTH118
+                existing.add(name)
         rows = {
             name: [stamp, dataclasses.asdict(state)]
             for name, (stamp, state) in known.items()
@@ -89,7 +95,9 @@ def _decoded(listing: Listing, folders: list[Path]) -> list[ImageState]:
 def _known(folders: list[Path]) -> dict[str, list[Any]]:
     """Return [stamp, state] of each image that was decoded before."""
     for folder in folders:
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # no such file, or a damaged one
+        with contextlib.suppress(
+            OSError, ValueError, TypeError, AttributeError
+        ):  # no such file, or a damaged one
             rows = json.loads((folder / _IMAGES).read_text(encoding="utf-8"))
             return {name: [stamp, ImageState(**state)] for name, (stamp, state) in rows.items()}
     return {}

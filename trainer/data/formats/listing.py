@@ -28,9 +28,13 @@ _NOT_LABELS = frozenset({"classes.txt"})  # annotation tools write it next to th
 _ABSENT = (-1, -1)
 _ENDINGS = f"images end in {', '.join(sorted(SUFFIXES))}"
 # Images of other programs, which would be missing from the dataset without a word.
-_OTHER_IMAGES = frozenset({".avif", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".ppm", ".dng", ".jxl"})
+_OTHER_IMAGES = frozenset(
+    {".avif", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".ppm", ".dng", ".jxl"}
+)
 _FILE_HINT = "replace it with a file that this user may read"
-LINK_HINT = "correct the link; in a container, mount the folder that it leads to: clusterctl launch --mount FOLDER"
+LINK_HINT = (
+    "correct the link; in a container, mount the folder that it leads to: clusterctl launch --mount FOLDER"
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,9 @@ class Listing:
 
     root: str  # folder of data.yaml; images inside are relative to it, so that the dataset can be moved
     images: list[str]
-    stamps: npt.NDArray[np.int64]  # (n, 4): size and mtime in ns of the image and of its label file (-1: missing)
+    stamps: npt.NDArray[
+        np.int64
+    ]  # (n, 4): size and mtime in ns of the image and of its label file (-1: missing)
     faults: list[Fault]
 
     def image_files(self) -> list[str]:
@@ -54,9 +60,13 @@ class Listing:
 def list_split(spec: DataYaml) -> Listing:
     """List the split of `spec`; raise BadData if it has no images."""
     faults: list[Fault] = []
-    images: dict[str, tuple[str, int]] = {}  # each with the file and line that name it; line 0: the image itself
+    images: dict[
+        str, tuple[str, int]
+    ] = {}  # each with the file and line that name it; line 0: the image itself
     for source in spec.sources:
-        found = [(path, path, 0) for path in images_below(source)] if source.is_dir() else _images_of_list(source)
+        found = (
+            [(path, path, 0) for path in images_below(source)] if source.is_dir() else _images_of_list(source)
+        )
         if not found:
             faults.append(Fault(str(spec.path), spec.line, f"no images in {source}", _ENDINGS))
         for image, file, line in found:
@@ -68,19 +78,23 @@ def list_split(spec: DataYaml) -> Listing:
         raise BadData(faults)
     root = os.path.dirname(os.path.abspath(spec.path))
     paths, files, stamps, obstacles = _inspect(images)
-    absent = [path for k, path in enumerate(paths) if stamps[k, 0] < 0 and k not in obstacles and images[path][1]]
+    absent = [
+        path for k, path in enumerate(paths) if stamps[k, 0] < 0 and k not in obstacles and images[path][1]
+    ]
     if renamed := _in_another_form(absent, root):
         first = next(iter(renamed))
         what = f"{first}: found as {renamed[first]}{first_of(len(renamed))}"
         faults.append(Fault(*images[first], what, "nothing needs to be changed", warning=True))
         # If the list also names a file in its own form, that line counts.
         images = {
-            renamed.get(path, path): images[path] for path in sorted(images, key=lambda path: path not in renamed)
+            renamed.get(path, path): images[path]
+            for path in sorted(images, key=lambda path: path not in renamed)
         }
         paths, files, stamps, obstacles = _inspect(images)
     hidden = _unreachable_folders(files, faults)
     misnamed = _check_label_folders(paths, files, faults)
-    kept, owners = [], dict[str, str]()
+    kept = []
+    owners = dict[str, str]()
     for k, (path, file) in enumerate(zip(paths, files, strict=True)):
         image_obstacle, label_obstacle = obstacles.get(k, ("", ""))
         if image_obstacle:
@@ -89,7 +103,9 @@ def list_split(spec: DataYaml) -> Listing:
         elif stamps[k, 0] < 0:
             hint = f"correct or delete the line{mount_hint(os.path.dirname(path), spec.path)}"
             hint += (
-                f"; no image below {root}, or more than one, has a path that ends like it" if images[path][1] else ""
+                f"; no image below {root}, or more than one, has a path that ends like it"
+                if images[path][1]
+                else ""
             )
             faults.append(Fault(*images[path], f"no such image: {path}", hint))
         elif owners.setdefault(file, path) != path:
@@ -178,10 +194,16 @@ def _images_of_list(listing: Path) -> list[tuple[str, str, int]]:
     try:
         lines = read_text(listing).splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadData([Fault(str(listing), 0, f"cannot be read: {error}", "write one path per line")]) from None
+        raise BadData(
+            [Fault(str(listing), 0, f"cannot be read: {error}", "write one path per line")]
+        ) from None
     folder = listing.parent.absolute()
     numbered = ((number, line.strip()) for number, line in enumerate(lines, 1))
-    return [(os.path.normpath(os.path.join(folder, path)), str(listing), number) for number, path in numbered if path]
+    return [
+        (os.path.normpath(os.path.join(folder, path)), str(listing), number)
+        for number, path in numbered
+        if path
+    ]
 
 
 def _stamps(images: list[str], files: list[str]) -> tuple[npt.NDArray[np.int64], dict[int, tuple[str, str]]]:
@@ -214,7 +236,11 @@ def obstacle(path: str, error: OSError) -> str:
     if os.path.islink(path):
         if error.errno == errno.ELOOP:
             return "is a link that leads to itself"
-        why = "does not exist here" if isinstance(error, FileNotFoundError) else f"cannot be followed: {error.strerror}"
+        why = (
+            "does not exist here"
+            if isinstance(error, FileNotFoundError)
+            else f"cannot be followed: {error.strerror}"
+        )
         return f"is a link to {os.readlink(path)}, which {why}"
     return "" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
 
@@ -234,7 +260,9 @@ def _unreachable_folders(files: list[str], faults: list[Fault]) -> set[str]:
             problem = _folder_obstacle(path)
             if problem:
                 faults.append(
-                    Fault(path, 0, f"{problem}, so the labels of {count} images cannot be read", _hint(problem))
+                    Fault(
+                        path, 0, f"{problem}, so the labels of {count} images cannot be read", _hint(problem)
+                    )
                 )
                 found.add(folder)
             if problem or os.path.isdir(path):
@@ -254,7 +282,9 @@ def _folder_obstacle(path: str) -> str:
 def _check_label_folders(images: list[str], files: list[str], faults: list[Fault]) -> set[str]:
     """Add a fault for each label file without an image; return the label files that exist under a wrong suffix."""
     misnamed = set()
-    folders = {os.path.dirname(file): os.path.dirname(image) for image, file in zip(images, files, strict=True)}
+    folders = {
+        os.path.dirname(file): os.path.dirname(image) for image, file in zip(images, files, strict=True)
+    }
     for folder, image_folder in folders.items():
         if not os.path.isdir(folder) or not os.path.isdir(image_folder):
             continue
@@ -301,7 +331,9 @@ def _elsewhere(folders: dict[str, str]) -> list[Fault]:
             found = _names_in(image_folder) if os.path.isdir(image_folder) else []
             stems = {os.path.splitext(name)[0] for name in found if _is_image(name)}
             lost = [name for name in sorted(names) if name[0] != "." and os.path.splitext(name)[1] == ".txt"]
-            lost = [name for name in lost if os.path.splitext(name)[0] not in stems and name not in _NOT_LABELS]
+            lost = [
+                name for name in lost if os.path.splitext(name)[0] not in stems and name not in _NOT_LABELS
+            ]
             if lost:
                 what = f"label without image in {image_folder}{first_of(len(lost))}"
                 hint = "each label file belongs in the folder that corresponds to its image's"
@@ -316,7 +348,9 @@ def _other_images(folders: set[str]) -> list[Fault]:
         names = [name for name in _names_in(folder) if os.path.splitext(name)[1].lower() in _OTHER_IMAGES]
         if names:
             what = f"not read as an image{first_of(len(names))}"
-            faults.append(Fault(os.path.join(folder, names[0]), 0, what, f"convert it; {_ENDINGS}", warning=True))
+            faults.append(
+                Fault(os.path.join(folder, names[0]), 0, what, f"convert it; {_ENDINGS}", warning=True)
+            )
     return faults
 
 
@@ -328,4 +362,8 @@ def _without_label(
     if not without or len(without) == len(kept):
         return []
     what = f"has no label file, so it counts as background{first_of(len(without))}"
-    return [Fault(images[without[0]], 0, what, f"expected {files[without[0]]}, empty for background", warning=True)]
+    return [
+        Fault(
+            images[without[0]], 0, what, f"expected {files[without[0]]}, empty for background", warning=True
+        )
+    ]

@@ -59,7 +59,9 @@ def scan(listing: Listing, states: Sequence[ImageState], nc: int, extra: int | N
     counts = Counter(kind for state in states for kind in state.oddities)
     for index, (path, state) in enumerate(zip(listing.image_files(), states, strict=True)):
         faults += [(index, fault) for fault in faults_of(path, state, counts)]
-    reads = in_threads(lambda index: _read(listing, index, states[index], extra, faults), indices, "reading labels")
+    reads = in_threads(
+        lambda index: _read(listing, index, states[index], extra, faults), indices, "reading labels"
+    )
     images = [image for image in reads if image]
     rows = np.concatenate([np.empty((0, 5)), *(image.rows for image in images)])
     owner = np.repeat(np.arange(len(images)), np.array([len(image.rows) for image in images], np.int64))
@@ -74,7 +76,11 @@ def scan(listing: Listing, states: Sequence[ImageState], nc: int, extra: int | N
     hints = {}
     for each in extras:
         first = int(each.rows[0])
-        what = f"a box with {each.what}, no outline" if each.is_certain else f"an outline, or a box with {each.what}?"
+        what = (
+            f"a box with {each.what}, no outline"
+            if each.is_certain
+            else f"an outline, or a box with {each.what}?"
+        )
         bad[first] = f"{each.columns} columns: {what}{first_of(len(each.rows))}", not each.is_certain
         hints[first] = f"{each.hint}; if these rows are outlines: `extra_columns: 0`"
     clipped = np.flatnonzero(good & _is_beyond(rows, 1 / sizes[owner][:, ::-1]))
@@ -120,7 +126,9 @@ def _read(
         except (OSError, UnicodeDecodeError) as error:
             faults.append((index, Fault(file, 0, f"cannot be read: {error}", _ROW_HINT)))
             return None
-    rows, outlines, lines = list[list[float]](), list[Floats](), list[int]()
+    rows = list[list[float]]()
+    outlines = list[Floats]()
+    lines = list[int]()
     for number, line in enumerate(content, 1):
         try:
             row = [float(word) for word in line.split()]
@@ -132,7 +140,8 @@ def _read(
             row = row[:5] if len(row) == 5 + extra else row
         elif len(row) >= 7 and len(row) % 2:
             outline = np.array(row[1:]).reshape(-1, 2)
-            low, high = outline.min(0), outline.max(0)
+            low = outline.min(0)
+            high = outline.max(0)
             row = [row[0], *(low + high) / 2, *(high - low)]
         if len(row) == 5:
             rows.append(row)
@@ -142,11 +151,11 @@ def _read(
             expected = f"5 or {5 + extra}" if extra else "5"
             hint = _ROW_HINT
             if not extra and len(row) > 5:
-                hint += (
-                    f"; or add `extra_columns: {len(row) - 5}` to data.yaml, and the last {len(row) - 5} are left out"
-                )
+                hint += f"; or add `extra_columns: {len(row) - 5}` to data.yaml, and the last {len(row) - 5} are left out"
             faults.append((index, Fault(file, number, f"{len(row)} columns instead of {expected}", hint)))
-    return _Image(index, (state.height, state.width), np.array(rows, np.float64).reshape(-1, 5), outlines, lines)
+    return _Image(
+        index, (state.height, state.width), np.array(rows, np.float64).reshape(-1, 5), outlines, lines
+    )
 
 
 def _check(
@@ -176,7 +185,8 @@ def _check(
     good = np.zeros_like(fine)
     good[np.flatnonzero(fine)[first]] = True
     bad.update(dict.fromkeys(np.flatnonzero(fine & ~good).tolist(), ("the same box twice", True)))
-    low, high = low[good], high[good]
+    low = low[good]
+    high = high[good]
     labels = np.concatenate([rows[good, :1], (low + high) / 2, high - low], 1).astype(np.float32)
     return labels, good, bad
 

@@ -33,7 +33,8 @@ class MaskFolder:
 
     def __init__(self, root: str, split: Split) -> None:
         self.names: list[str] = []  # set by check_classes
-        self._images, self._masks = Path(root) / "images" / split, Path(root) / "masks" / split
+        self._images = Path(root) / "images" / split
+        self._masks = Path(root) / "masks" / split
         for folder in (self._images, self._masks):
             if not folder.is_dir():
                 raise TrainerError(f"--data {root}: it has no folder {folder.relative_to(root)}", _LAYOUT)
@@ -48,7 +49,8 @@ class MaskFolder:
 
     def _checked(self, index: int, state: ImageState) -> Ints:
         """Return the number of pixels of each value of a mask; raise TrainerError if the mask is invalid."""
-        image, path = self._images / self.name(index), self._mask_path(index)
+        image = self._images / self.name(index)
+        path = self._mask_path(index)
         size = state.height, state.width
         if state.problem:
             raise TrainerError(f"{image}: not a readable image: {state.problem}", "remove or replace it")

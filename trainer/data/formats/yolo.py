@@ -46,7 +46,9 @@ class Source:
         """Return a fault if the split has no boxes at all."""
         if len(self.scan.labels) or not len(self.scan.paths):  # without images there are other faults
             return None
-        folders = sorted({str(Path(self.listing.label_file(k)).parent) for k in range(len(self.listing.images))})
+        folders = sorted(
+            {str(Path(self.listing.label_file(k)).parent) for k in range(len(self.listing.images))}
+        )
         what = f"none of the {len(self.scan.paths)} {self.split} images has a labelled box"
         return Fault(str(self.spec.path), self.spec.line, what, f"put the labels in {', '.join(folders[:3])}")
 
@@ -62,7 +64,9 @@ class Reading:
 
 def read_splits(data_yaml: str, splits: Sequence[str], *, decode: bool = True) -> Reading:
     """Read splits with all their faults; without `decode`, of the images only what their headers show."""
-    sources, faults, fatal = list[Source](), list[Fault](), list[Fault]()
+    sources = list[Source]()
+    faults = list[Fault]()
+    fatal = list[Fault]()
     for split in splits:
         try:
             source = read_split(data_yaml, split, decode=decode)
@@ -75,7 +79,9 @@ def read_splits(data_yaml: str, splits: Sequence[str], *, decode: bool = True) -
         if nothing := source.no_boxes():
             faults.append(nothing)
             fatal.append(nothing)
-    return Reading(sources, list(dict.fromkeys(faults)), list(dict.fromkeys(fatal)))  # both share those of data.yaml
+    return Reading(
+        sources, list(dict.fromkeys(faults)), list(dict.fromkeys(fatal))
+    )  # both share those of data.yaml
 
 
 def read_split(data_yaml: str, split: str, *, decode: bool = True) -> Source:
@@ -102,7 +108,9 @@ def open_sources(data_yaml: str, splits: Sequence[str], *, allow_bad_labels: boo
     for source in reading.sources:
         if not len(source.scan.paths):
             left_out = [fault for fault in source.faults() if not fault.warning]
-            raise BadData(left_out, f"no {source.split} image is left without the faulty ones: correct some of them")
+            raise BadData(
+                left_out, f"no {source.split} image is left without the faulty ones: correct some of them"
+            )
     return reading.sources
 
 
@@ -119,7 +127,8 @@ class Yolo:
         source = data
         if isinstance(source, str):
             (source,) = open_sources(source, [split], allow_bad_labels=allow_bad_labels)
-        self._scan, self._root = source.scan, source.listing.root
+        self._scan = source.scan
+        self._root = source.listing.root
         self._single = single_cls
         self.names = [SINGLE_CLASS] if single_cls else source.spec.names
         self.faults = source.faults()  # of omitted entries, and warnings
@@ -160,7 +169,9 @@ class Yolo:
 
     def image(self, index: int, min_side: int = 0) -> Image:
         """Return image `index` as uint8 (h, w, 3) RGB; a small `min_side` decodes JPEG several times faster."""
-        return read_image(self.name(index), reduction(int(self._scan.sizes[index].max()), min_side), completes=True)
+        return read_image(
+            self.name(index), reduction(int(self._scan.sizes[index].max()), min_side), completes=True
+        )
 
     def labels(self, index: int) -> Labels:
         """Return the boxes of image `index` as float32 (n, 5): class, cx, cy, w, h as fractions of its sides."""

@@ -87,7 +87,10 @@ class _Worker:
 
     def _start(self) -> "subprocess.Popen[str]":
         root = str(Path(__file__).parents[2])
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
+        }
         command = [sys.executable, "-m", image_worker.__name__]
         pipe = subprocess.PIPE
         # Not in the current folder, whose files could have the names of modules.
@@ -110,7 +113,9 @@ class _Worker:
         code = self._process.wait()
         self.stop()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return ImageState(problem=f"decoding it ended the decoder with {how}; is there enough memory?", is_final=False)
+        return ImageState(
+            problem=f"decoding it ended the decoder with {how}; is there enough memory?", is_final=False
+        )
 
     def stop(self) -> None:
         if self._process:

@@ -17,7 +17,10 @@ _LAST_BYTES = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 _WITH_FRAMES = ("GIF", "PNG", "TIFF", "WEBP")  # a JPEG's other images (MPO) are previews
 
 # Oddities of an image that can be read, with their text; DAMAGED is named for each image, the others are counted.
-DAMAGED, NO_END, DARK, FRAMES = "damaged", "no end", "dark", "frames"
+DAMAGED = "damaged"
+NO_END = "no end"
+DARK = "dark"
+FRAMES = "frames"
 ODDITIES = {
     DAMAGED: "is damaged, so a part of it is wrong: {}",
     NO_END: "lacks the end marker of a JPEG, and is complete without it",
@@ -58,8 +61,11 @@ def read_header(path: str) -> Header:
         with Pillow.open(path) as header:
             width, height = header.size
             bits = 0
-            if isinstance(header, TiffImageFile):  # newer versions of Pillow return the size after the rotation
-                width, height = header.tag_v2[_TIFF_WIDTH], header.tag_v2[_TIFF_HEIGHT]
+            if isinstance(
+                header, TiffImageFile
+            ):  # newer versions of Pillow return the size after the rotation
+                width = header.tag_v2[_TIFF_WIDTH]
+                height = header.tag_v2[_TIFF_HEIGHT]
                 bits = max(header.tag_v2.get(_TIFF_BITS, (1,)))
             kind = header.format or ""
             # getexif() decodes a whole PNG if its header has no EXIF.
@@ -67,7 +73,8 @@ def read_header(path: str) -> Header:
             if has_exif and header.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8):
                 width, height = height, width
             frames = getattr(header, "n_frames", 1) if kind in _WITH_FRAMES else 1
-            last, stream = _LAST_BYTES.get(kind, b""), header.fp
+            last = _LAST_BYTES.get(kind, b"")
+            stream = header.fp
             is_whole = True
             if last and stream:
                 stream.seek(-len(last), os.SEEK_END)
@@ -76,5 +83,7 @@ def read_header(path: str) -> Header:
         what = str(error) if not os.path.isfile(path) or os.path.getsize(path) else "empty file"
         raise UnreadableError(re.sub(r"<_io\.[^>]*>", "it", what.replace(repr(path), "it"))) from None
     if width * height > MOST_PIXELS:
-        raise UnreadableError(f"{width} x {height} px are more than the {MOST_PIXELS:,} px that can be decoded")
+        raise UnreadableError(
+            f"{width} x {height} px are more than the {MOST_PIXELS:,} px that can be decoded"
+        )
     return Header(height, width, is_whole, kind, frames, bits)

@@ -47,8 +47,10 @@ def rect_shape(aspects: Floats, side: int, stride: int, pad: float) -> Shape:
 
     Both sides get a border of `pad` strides (YOLOv5: 0.5) and are rounded up to a multiple of `stride`.
     """
-    low, high = float(aspects.min()), float(aspects.max())
-    tall, wide = min(1.0, high), min(1.0, 1 / low)
+    low = float(aspects.min())
+    high = float(aspects.max())
+    tall = min(1.0, high)
+    wide = min(1.0, 1 / low)
     tolerance = 1e-6  # 3 / 4 of 640 must give 15 strides in spite of rounding
     height, width = (math.ceil(part * side / stride + pad - tolerance) * stride for part in (tall, wide))
     return height, width
@@ -84,7 +86,8 @@ class ImageWeights:
 
     def __init__(self, dataset: Dataset) -> None:
         labels = [dataset.labels(k)[:, 0].astype(np.int32) for k in range(len(dataset))]
-        self._count, self._nc = len(dataset), len(dataset.names)
+        self._count = len(dataset)
+        self._nc = len(dataset.names)
         self._classes = np.concatenate(labels)
         self._owners = np.repeat(np.arange(self._count), [len(part) for part in labels])
 
@@ -119,7 +122,9 @@ class BatchSampler:
     def __post_init__(self) -> None:
         if self.batch < self.world:
             what = f"--batch {self.batch} is smaller than the number of ranks, {self.world}"
-            raise TrainerError(what, f"--batch counts the images of all ranks together: use {self.world} or more")
+            raise TrainerError(
+                what, f"--batch counts the images of all ranks together: use {self.world} or more"
+            )
         self.steps = -(-self.count // self.batch)  # of an epoch
         if not self.steps or self.count // self.steps < self.world:
             raise TrainerError(
@@ -133,7 +138,8 @@ class BatchSampler:
         end = max(self.epochs, epoch + 1)
         while epoch < end:
             batches, repeated = self.batches(epoch)
-            order, sizes = np.concatenate(batches), [len(ids) for ids in batches]
+            order = np.concatenate(batches)
+            sizes = [len(ids) for ids in batches]
             ends = np.cumsum(sizes)
             for step in range(first_step, self.steps):
                 ids = batches[step]
@@ -150,7 +156,8 @@ class BatchSampler:
                 yield BatchSpec(order[mine], shape, len(ids), epoch, step, previous, near, again)
             if self.weights:  # they may change after each epoch
                 return
-            epoch, first_step = epoch + 1, 0
+            epoch = epoch + 1
+            first_step = 0
 
     def batches(self, epoch: int) -> tuple[list[Ints], Ints | None]:
         """Return the image ids of every step of `epoch` and, with image weights, the repeats of each."""

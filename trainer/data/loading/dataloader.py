@@ -57,7 +57,9 @@ class Collate(Generic[BatchType]):
             return error  # torch would turn a raised error into a traceback and lose the hint
 
 
-def fit_workers(workers: int, batch_bytes: int, local_size: int, bytes_free: int | None) -> tuple[int, int, str]:
+def fit_workers(
+    workers: int, batch_bytes: int, local_size: int, bytes_free: int | None
+) -> tuple[int, int, str]:
     """Return (workers per rank, prefetch factor, warning if workers were reduced) that fit into /dev/shm.
 
     Workers that exhaust /dev/shm die with "Bus error". The prefetch factor is reduced before the workers. `bytes_free`
@@ -171,7 +173,9 @@ class BatchLoader(Generic[BatchType]):
         before = multiprocessing.active_children()
         self._running = iter(self._loader)
         workers = [child for child in multiprocessing.active_children() if child not in before]
-        self._kill = ending = weakref.finalize(self, _kill, workers)  # also if this loader is dropped without `close`
+        self._kill = ending = weakref.finalize(
+            self, _kill, workers
+        )  # also if this loader is dropped without `close`
         ending.atexit = False
 
     def take(self) -> BatchType | None:
@@ -185,7 +189,9 @@ class BatchLoader(Generic[BatchType]):
     def close(self) -> None:
         """Stop the workers; a later pass starts new ones."""
         self._running = iter(())
-        self._loader = None  # torch asks the workers to exit, unless a traceback or a generator keeps the pass
+        self._loader = (
+            None  # torch asks the workers to exit, unless a traceback or a generator keeps the pass
+        )
         self._kill()
 
 
@@ -219,10 +225,13 @@ class EpochLoader(BatchLoader[BatchType]):
     workers, nor on the step at which an epoch is resumed.
     """
 
-    def __init__(self, collate: Collate[BatchType], *, workers: int, local_size: int = 1, **sampling: Any) -> None:
+    def __init__(
+        self, collate: Collate[BatchType], *, workers: int, local_size: int = 1, **sampling: Any
+    ) -> None:
         """Open the loader; `local_size` are the ranks of this node, `sampling` the fields of BatchSampler."""
         self.sampler = sampler = BatchSampler(len(collate.dataset), **sampling)
-        self.steps, sides = sampler.steps, sampler.sides
+        self.steps = sampler.steps
+        sides = sampler.sides
         self._next: tuple[int, int] | None = None  # epoch and step of the next batch of the pass
         self.fewest_images = sampler.count // self.steps // sampler.world  # in a rank's part of a batch
         images = -(-sampler.batch // sampler.world) + collate.extra
@@ -255,7 +264,9 @@ class EpochLoader(BatchLoader[BatchType]):
             assert batch is not None
             # Image weights may change between epochs, so nothing is prefetched beyond the last step.
             last = step + 1 == self.steps
-            self._next = None if last and self.sampler.weights else (epoch + 1, 0) if last else (epoch, step + 1)
+            self._next = (
+                None if last and self.sampler.weights else (epoch + 1, 0) if last else (epoch, step + 1)
+            )
             yield batch
 
     def names_of(self, epoch: int, step: int) -> list[str]:
@@ -277,7 +288,9 @@ def on_side_stream(batches: Iterator[TrainBatchType], stream: torch.cuda.Stream)
             if batch is None:
                 return
             images = batch.images.to(stream.device, non_blocking=True)
-            targets = {name: values.to(stream.device, non_blocking=True) for name, values in batch.targets.items()}
+            targets = {
+                name: values.to(stream.device, non_blocking=True) for name, values in batch.targets.items()
+            }
         current.wait_stream(stream)
         for tensor in (images, *targets.values()):
             tensor.record_stream(current)  # its memory is reused only after the step
@@ -287,7 +300,9 @@ def on_side_stream(batches: Iterator[TrainBatchType], stream: torch.cuda.Stream)
 class EvalLoader(BatchLoader[BatchType]):
     """Validation dataloader of one rank: the same batches in every pass."""
 
-    def __init__(self, collate: Collate[BatchType], specs: list[BatchSpec], workers: int, local_size: int) -> None:
+    def __init__(
+        self, collate: Collate[BatchType], specs: list[BatchSpec], workers: int, local_size: int
+    ) -> None:
         self._all = specs
         largest = max((len(spec.ids) * spec.shape[0] * spec.shape[1] for spec in specs), default=1)
         super().__init__(collate, min(workers, len(specs)), largest, local_size)

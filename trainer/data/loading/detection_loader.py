@@ -20,7 +20,15 @@ from trainer.data.batch import Assign, BatchData, BoxLabels, Rows, TrainBatch, e
 from trainer.data.cache.image_cache import CachedImages, Exchange, Layout, cache_images, decode_all
 from trainer.data.cache.resident_images import PASS, ResidentImages, ResidentTable
 from trainer.data.dataset import Dataset, Image
-from trainer.data.loading.batch_sampler import IMAGE, WINDOW, BatchSpec, ImageWeights, aspects_of, rect_shape, scales
+from trainer.data.loading.batch_sampler import (
+    IMAGE,
+    WINDOW,
+    BatchSpec,
+    ImageWeights,
+    aspects_of,
+    rect_shape,
+    scales,
+)
 from trainer.data.loading.dataloader import Collate, EpochLoader, EvalLoader
 from trainer.distributed.comm import World
 from trainer.errors import TrainerError
@@ -90,7 +98,11 @@ class _TrainCollate(Collate[Batch]):
     ) -> None:
         """Disable mosaic, mixup and copy-paste from epoch `plain_from` on; unless `paints`, pack the recipes."""
         super().__init__(dataset)
-        self.min_side, self.seed, self.hyp, self.plain_from, self.paints = min_side, seed, hyp, plain_from, paints
+        self.min_side = min_side
+        self.seed = seed
+        self.hyp = hyp
+        self.plain_from = plain_from
+        self.paints = paints
         self.layout = Layout(dataset, min_side)
         if not paints:
             scenes = 2 if hyp.mixup else 1
@@ -102,7 +114,8 @@ class _TrainCollate(Collate[Batch]):
     @cached_property
     def image(self) -> Callable[[int], Image]:
         """Return a function that decodes an image by its number and keeps the last ones."""
-        source, side = self.cached or self.dataset, self.min_side
+        source = self.cached or self.dataset
+        side = self.min_side
         return lru_cache(WINDOW + WINDOW // 4)(lambda index: source.image(index, side))
 
     def recipes(self, spec: BatchSpec) -> list[Recipe]:
@@ -155,7 +168,8 @@ class _ValCollate(Collate[ValBatch]):
 
     def collate(self, spec: BatchSpec) -> ValBatch:
         images = empty_images((len(spec.ids), *spec.shape, 3))
-        shapes, pads = [], np.zeros((len(spec.ids), 3), np.float32)
+        shapes = []
+        pads = np.zeros((len(spec.ids), 3), np.float32)
         for k, index in enumerate(spec.ids.tolist()):
             image = self.dataset.image(index)
             shapes.append((image.shape[0], image.shape[1]))
@@ -192,7 +206,8 @@ class TrainLoader(EpochLoader[Batch]):
         """
         check_imgsz(imgsz, stride)
         sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)
-        self._painter, self._passes = painter, 0
+        self._painter = painter
+        self._passes = 0
         plain_from = 0 if rect else epochs - close_mosaic
         super().__init__(
             _TrainCollate(dataset, sides[-1], seed, hyp, plain_from, paints=painter is None),
@@ -204,8 +219,12 @@ class TrainLoader(EpochLoader[Batch]):
             weights=ImageWeights(dataset) if image_weights else None,
             **options,
         )
-        if hyp.copy_paste and not any(len(outline) for k in range(len(dataset)) for outline in dataset.segments(k)):
-            self.notes.append("copy_paste has no effect here: it needs polygon labels, and this dataset has boxes only")
+        if hyp.copy_paste and not any(
+            len(outline) for k in range(len(dataset)) for outline in dataset.segments(k)
+        ):
+            self.notes.append(
+                "copy_paste has no effect here: it needs polygon labels, and this dataset has boxes only"
+            )
 
     def cache(
         self,
@@ -223,8 +242,11 @@ class TrainLoader(EpochLoader[Batch]):
         """
         if kind == "none":
             return
-        collate, layout = self._collate, self._collate.layout
-        collate.cached, reason = cache_images(collate.dataset, layout, kind, folders, world, exchange, threads)
+        collate = self._collate
+        layout = self._collate.layout
+        collate.cached, reason = cache_images(
+            collate.dataset, layout, kind, folders, world, exchange, threads
+        )
         if self._painter and sys.platform == "linux":
             reason = self._plan_resident(kind, reason, world, exchange, say)
         say(reason)
@@ -240,16 +262,22 @@ class TrainLoader(EpochLoader[Batch]):
             else:
                 say(f"{why}; {otherwise}")
 
-        collate, painter = self._collate, self._painter
+        collate = self._collate
+        painter = self._painter
         assert painter
         sizes = {"largest_batch": self._batch_pixels, "local_size": world.local_size}
         resident = ResidentImages(collate.dataset, collate.layout, painter.device, refused=refused, **sizes)
         fits = exchange(resident.may_fit())
         differing = [str(rank) for rank, does in enumerate(fits) if does != fits[0]]
-        others = f" ({'not' if fits[0] else 'but'} on the devices of ranks {', '.join(differing)})" if differing else ""
+        others = (
+            f" ({'not' if fits[0] else 'but'} on the devices of ranks {', '.join(differing)})"
+            if differing
+            else ""
+        )
         if not fits[world.rank]:
             return f"{otherwise}; they do not stay on {painter.device}{others}: {resident.need}"
-        painter.resident, collate.resident = resident, resident.table
+        painter.resident = resident
+        collate.resident = resident.table
         # Several ranks share what one of them has decoded; a single one has no use for a second copy.
         collate.stores_resident = kind != "auto" or world.local_size > 1
         also = f"; {otherwise}" if collate.stores_resident else ""
@@ -257,7 +285,8 @@ class TrainLoader(EpochLoader[Batch]):
 
     def fill_cache(self, world: World, exchange: Exchange, threads: int) -> None:
         """Decode the images that the cache lacks, for example before a measurement. A collective."""
-        collate, count = self._collate, self.sampler.count
+        collate = self._collate
+        count = self.sampler.count
         resident = self._painter.resident if self._painter else None
         source: CachedImages | Dataset = collate.cached or collate.dataset
         if resident:
@@ -302,7 +331,9 @@ class TrainLoader(EpochLoader[Batch]):
         collate.rows = seen
         for spec in itertools.islice(self.sampler.specs_from(0, 0), _SAMPLED):
             collate.targets(labels_of(collate.recipes(spec)), spec)
-        collate.rows = Capacity({name: Capacity({})(name, int(needed * _SPARE)) for name, needed in most.items()})
+        collate.rows = Capacity(
+            {name: Capacity({})(name, int(needed * _SPARE)) for name, needed in most.items()}
+        )
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield this rank's batches of `epoch` from `first_step` on, painted."""

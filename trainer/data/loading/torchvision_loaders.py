@@ -105,7 +105,8 @@ class ClassificationCollate(Collate[ClassificationBatch]):
     def __init__(self, dataset: Any, imgsz: int, seed: int = 0, hyp: Hyp | None = None) -> None:
         """Use the validation transform if `hyp` is None."""
         super().__init__(dataset)
-        self._side, self._seed = imgsz, seed
+        self._side = imgsz
+        self._seed = seed
         self._mixes = bool(hyp and (hyp.mixup or hyp.cutmix))
         self._min_side = _decoded_side(imgsz, hyp)
         self._transform = train_transform(imgsz, hyp) if hyp else val_transform(imgsz)
@@ -121,8 +122,12 @@ class ClassificationCollate(Collate[ClassificationBatch]):
         labels = torch.tensor([self.dataset.label(index) for index in indices])
         mix_seed = -1
         if self._mixes:
-            mix_seed = int(np.random.SeedSequence([MIX, self._seed, spec.epoch, spec.step]).generate_state(1)[0])
-        return ClassificationBatch(images, {"classes": labels}, torch.tensor(spec.ids), spec.global_size, mix_seed)
+            mix_seed = int(
+                np.random.SeedSequence([MIX, self._seed, spec.epoch, spec.step]).generate_state(1)[0]
+            )
+        return ClassificationBatch(
+            images, {"classes": labels}, torch.tensor(spec.ids), spec.global_size, mix_seed
+        )
 
 
 @dataclass
@@ -178,7 +183,8 @@ class SegmentationCollate(Collate[SegmentationBatch]):
     def __init__(self, dataset: Any, imgsz: int, seed: int = 0, hyp: Hyp | None = None) -> None:
         """For validation, with `hyp` None, the longer side of an image becomes `imgsz`."""
         super().__init__(dataset)
-        self._side, self._seed = imgsz, seed
+        self._side = imgsz
+        self._seed = seed
         self._transform = mask_transform(imgsz, hyp) if hyp else Fit(imgsz)
 
     def collate(self, spec: BatchSpec) -> SegmentationBatch:

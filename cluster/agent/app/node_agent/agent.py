@@ -51,7 +51,9 @@ class Agent:
     """Starts and supervises the ranks of one node."""
 
     def __init__(self, settings: Settings, log: Log, status: Status) -> None:
-        self._settings, self._log, self._status = settings, log, status
+        self._settings = settings
+        self._log = log
+        self._status = status
         self._ranks: list[Rank] = []
         self._ended = threading.Event()
         self._checkpoint_requested = False
@@ -63,7 +65,8 @@ class Agent:
         self._grace_s = settings.grace_s()
         self._stop_reason = ""
         self._memory_kills = count_memory_kills()
-        self._script, self._script_changed = "", time.monotonic()
+        self._script = ""
+        self._script_changed = time.monotonic()
 
     def run(self, command: list[str], environment: dict[str, str], hooks: str) -> int:
         """Run the node, hold its container if the launcher asks for that, and return the node's exit code."""
@@ -133,14 +136,16 @@ class Agent:
         with contextlib.suppress(OSError), open(self._settings.path(".alive")) as file:
             text = file.read()
         if text != self._script or not text:  # no file without a container; an empty file on a full disk
-            self._script, self._script_changed = text, time.monotonic()
+            self._script = text
+            self._script_changed = time.monotonic()
         return time.monotonic() - self._script_changed > SCRIPT_TIMEOUT_S
 
     def _handle_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:
             self._reap()
         elif number == signal.SIGUSR2:
-            self._checkpoint_requested, self._checkpoint_requested_at = True, time.monotonic()
+            self._checkpoint_requested = True
+            self._checkpoint_requested_at = time.monotonic()
             self._send(signal.SIGUSR2)
         else:
             self._terminated = self._terminated or number == signal.SIGTERM
@@ -194,7 +199,9 @@ class Agent:
                 return "stopped while it waited for the name of the master"
             if time.monotonic() > until:
                 timeout = "%g s" % self._settings.rendezvous_timeout_s
-                return "the name {} does not resolve after {}: {}".format(self._settings.master, timeout, search.why)
+                return "the name {} does not resolve after {}: {}".format(
+                    self._settings.master, timeout, search.why
+                )
             if time.monotonic() - self._status.written_at >= HEARTBEAT_S:
                 self._status.write()
         return ""
@@ -216,10 +223,13 @@ class Agent:
             if killed and (rank.is_overdue or self._stopping_since is not None):
                 code = 0 if rank.has_ended else rank.program_code() or code
             rank.code = rank.process.returncode = code
-            rank.ended_at, rank.stopped_before = time.time(), self._stopping_since is not None
+            rank.ended_at = time.time()
+            rank.stopped_before = self._stopping_since is not None
             if rank.code == -signal.SIGKILL:
-                kills, before = count_memory_kills(), self._memory_kills
-                rank.out_of_memory, self._memory_kills = kills > before, kills
+                kills = count_memory_kills()
+                before = self._memory_kills
+                rank.out_of_memory = kills > before
+                self._memory_kills = kills
         codes = {rank.code for rank, _ in ended}
         if codes - {0, EXIT_RUN_ME_AGAIN}:
             self._stop(FAILED_GRACE_S, "")
@@ -230,7 +240,9 @@ class Agent:
         """Send SIGTERM to the ranks; after `grace_s` they are killed."""
         if self._stopping_since is not None:
             return
-        self._stopping_since, self._grace_s, self._stop_reason = time.monotonic(), grace_s, why
+        self._stopping_since = time.monotonic()
+        self._grace_s = grace_s
+        self._stop_reason = why
         if why:
             self._log.message(why + ": stopping the ranks")
         if signals:
@@ -251,7 +263,9 @@ class Agent:
         code = exit_code(self._ranks, failure, self._checkpoint_requested)
         if failure is not None:
             for fields in (failure, *failure["others"]):
-                fields.update((key, self._log.masked(fields[key])) for key in ("error", "hint") if key in fields)
+                fields.update(
+                    (key, self._log.masked(fields[key])) for key in ("error", "hint") if key in fields
+                )
             if self._log.error:
                 failure["error"] += "; the log is incomplete: " + self._log.error
             self._log.message("rank %d failed first: %s" % (failure["rank"], failure["error"]))
@@ -276,7 +290,9 @@ class MasterSearch:
     def __init__(self, settings: Settings, log: Log, status: Status) -> None:
         self.found = threading.Event()
         self.why = "no answer from the DNS"
-        self._settings, self._log, self._status = settings, log, status
+        self._settings = settings
+        self._log = log
+        self._status = status
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -291,11 +307,15 @@ class MasterSearch:
                 return
             if self.why != reported:
                 reported = self.why
-                report_joining(self._settings, self._log, self._status, reachable=False, listening=False, why=self.why)
+                report_joining(
+                    self._settings, self._log, self._status, reachable=False, listening=False, why=self.why
+                )
             time.sleep(0.5)
 
 
-def report_joining(settings: Settings, log: Log, status: Status, *, reachable: bool, listening: bool, why: str) -> None:
+def report_joining(
+    settings: Settings, log: Log, status: Status, *, reachable: bool, listening: bool, why: str
+) -> None:
     """Write the event `joining`: whether the master's port can be reached, and why not."""
     where = "%s:%d" % (settings.master, settings.port)
     event = {"event": "joining", "time": round(time.time(), 3), "node": settings.node_rank, "master": where}
@@ -329,19 +349,24 @@ def hold(settings: Settings) -> None:
 
 def watch_master(settings: Settings, log: Log, status: Status, ended: threading.Event) -> None:
     """Report whether the master's port is reachable, and why not, until it accepts a connection."""
-    started, last = time.monotonic(), None
+    started = time.monotonic()
+    last = None
     while not ended.is_set():
         waited_s = time.monotonic() - started
-        reachable, listening, why = True, False, ""
+        reachable = True
+        listening = False
+        why = ""
         try:
             socket.create_connection((settings.master, settings.port), timeout=5).close()
             listening = True
         except ConnectionRefusedError:
             why = "Connection refused" if waited_s > REFUSED_AFTER_S else ""
         except socket.timeout:
-            reachable, why = False, "no answer within 5 s"
+            reachable = False
+            why = "no answer within 5 s"
         except OSError as error:
-            reachable, why = False, error.strerror or str(error)
+            reachable = False
+            why = error.strerror or str(error)
         if last != (reachable, listening, why) and (reachable or waited_s > UNREACHABLE_AFTER_S):
             last = (reachable, listening, why)
             report_joining(settings, log, status, reachable=reachable, listening=listening, why=why)
@@ -367,7 +392,9 @@ def kill_descendants() -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        children = [int(name) for name in os.listdir("/proc") if name.isdigit() and _parent(name) == os.getpid()]
+        children = [
+            int(name) for name in os.listdir("/proc") if name.isdigit() and _parent(name) == os.getpid()
+        ]
         if not children:
             return
         for pid in children:
@@ -394,7 +421,8 @@ def main(arguments: list[str]) -> int:
         os.makedirs(settings.folder, exist_ok=True)
         if settings.hold_s:  # a pod: on other machines the launcher makes a new folder for each attempt
             remove_earlier_files(settings)
-        status, log = Status(settings), Log(settings)
+        status = Status(settings)
+        log = Log(settings)
         hooks = tempfile.mkdtemp(prefix="clusterctl-")
         with open(os.path.join(hooks, "sitecustomize.py"), "wb") as file:
             file.write(pkgutil.get_data(__package__, "sitecustomize.py") or b"")  # also from an archive

@@ -28,12 +28,14 @@ MOST_COUNT = 1 << 53
 #: The latest time, in seconds since 1970: the year 5138.
 MOST_TIME_S = 1e11
 #: The longest name of a score, and how many an event may have.
-MOST_NAME, MOST_SCORES = 64, 256
+MOST_NAME = 64
+MOST_SCORES = 256
 #: More digits than any number that fits has. Python refuses to convert thousands of them, or takes very long.
 _MOST_DIGITS = 40
 #: Control characters, which could drive a terminal, and the separators of lines.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
-_CONVERT, _REQUIRED = "convert", "required"
+_CONVERT = "convert"
+_REQUIRED = "required"
 
 
 def load(text: str) -> object:
@@ -107,7 +109,8 @@ def converted(kind: type, found: Mapping[str, object]) -> tuple[dict[str, Any], 
     values: Dict[str, Any] = {}
     misfits: List[str] = []
     for each in dataclasses.fields(kind):
-        convert, value = each.metadata.get(_CONVERT), found.get(each.name)
+        convert = each.metadata.get(_CONVERT)
+        value = found.get(each.name)
         if convert is None or value is None:
             continue
         values[each.name] = convert(value)
@@ -139,7 +142,11 @@ class Event:
 
     def as_json(self) -> dict[str, object]:
         """Return the event's fields under their names in docs/reference/contract.md, without those that are missing."""
-        known = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if _CONVERT in each.metadata}
+        known = {
+            each.name: getattr(self, each.name)
+            for each in dataclasses.fields(self)
+            if _CONVERT in each.metadata
+        }
         return {"event": self.kind, **{name: value for name, value in known.items() if value is not None}}
 
 
@@ -271,5 +278,7 @@ def event(found: object) -> Event | None:
         known = {each.name for each in dataclasses.fields(kind)}
         others = {name: value for name, value in found.items() if name not in known}
         values["scores"] = _scores(others)
-        misfits += [name for name, value in others.items() if isinstance(value, float) and number(value) is None]
+        misfits += [
+            name for name, value in others.items() if isinstance(value, float) and number(value) is None
+        ]
     return kind((text(name) or "")[:MOST_NAME], misfits=tuple(misfits), **values)

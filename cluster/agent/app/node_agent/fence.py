@@ -25,7 +25,9 @@ class Fence:
     def newer_attempt(self) -> int:
         """Return the number of a newer attempt of which an agent has run since this object was made; 0 if none has."""
         now = self._status_files()
-        changed = [attempt for (attempt, name), time in now.items() if self._before.get((attempt, name)) != time]
+        changed = [
+            attempt for (attempt, name), time in now.items() if self._before.get((attempt, name)) != time
+        ]
         return max(changed, default=0)
 
     def _status_files(self) -> dict[tuple[int, str], int]:

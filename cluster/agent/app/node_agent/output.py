@@ -26,13 +26,16 @@ class Log:
     def __init__(self, settings: Settings) -> None:
         self._mask = Mask(settings.secrets)
         self._lock = threading.Lock()
-        self.error, self._lost_lines = "", 0
+        self.error = ""
+        self._lost_lines = 0
         #: When a rank wrote the last line.
         self.output_at: float | None = None
         folder = os.path.join(settings.folder, "ranks", settings.name)
         os.makedirs(folder, exist_ok=True)
         self._all = open(settings.path(".log"), "ab", buffering=0)
-        self._ranks = [open(os.path.join(folder, "%d.log" % rank), "ab", buffering=0) for rank in range(settings.ranks)]
+        self._ranks = [
+            open(os.path.join(folder, "%d.log" % rank), "ab", buffering=0) for rank in range(settings.ranks)
+        ]
 
     def line(self, text: bytes, local_rank: int | None = None, prefix: bytes = b"") -> None:
         """Write one line of a rank, or of the agent after a `prefix`, with secrets masked."""
@@ -63,7 +66,9 @@ class Log:
 
     def lost(self) -> Fields:
         """Return the fields of the status that say how many lines are not complete in the logs, and why."""
-        return {"lost_lines": self._lost_lines, "lost_why": self.error.rpartition(": ")[2]} if self.error else {}
+        return (
+            {"lost_lines": self._lost_lines, "lost_why": self.error.rpartition(": ")[2]} if self.error else {}
+        )
 
     def _write(self, file: FileIO, data: bytes) -> bool:
         """Write to a file; return whether all of the data was written. A disk that is almost full takes a part."""
@@ -80,7 +85,9 @@ class Status:
     """The node's status file, which is replaced atomically."""
 
     def __init__(self, settings: Settings) -> None:
-        self._path, self._agent_path, self._agent = settings.path(".json"), settings.path(".agent"), ""
+        self._path = settings.path(".json")
+        self._agent_path = settings.path(".agent")
+        self._agent = ""
         self._lock = threading.RLock()
         self._events: Fields = {}
         self.written_at = 0.0

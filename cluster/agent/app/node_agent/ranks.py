@@ -46,7 +46,8 @@ class Misfits:
     """Counts the values of a rank's events that do not fit, which the launcher drops."""
 
     def __init__(self, number: int, log: Log) -> None:
-        self._number, self._log = number, log
+        self._number = number
+        self._log = log
         self._counts: dict[str, int] = {}
 
     def add(self, found: Event) -> None:
@@ -89,7 +90,8 @@ class Rank:
         log: Log,
         status: Status,
     ) -> None:
-        self.number, self.local_rank = number, local_rank
+        self.number = number
+        self.local_rank = local_rank
         self.code: int | None = None
         self.ended_at = 0.0
         self.event: Failed | None = None
@@ -109,8 +111,10 @@ class Rank:
     def read(self, log: Log, status: Status) -> None:
         """Copy the rank's output to the log, line by line, and its events to the status, until the output ends."""
         assert self.process.stdout is not None
-        out, misfits = self.process.stdout.fileno(), Misfits(self.number, log)
-        pending, written = b"", time.monotonic()
+        out = self.process.stdout.fileno()
+        misfits = Misfits(self.number, log)
+        pending = b""
+        written = time.monotonic()
         for chunk in iter(lambda: os.read(out, 1 << 16), b""):
             self.output_at = time.monotonic()
             *lines, pending = (pending + chunk).split(b"\n")
@@ -125,7 +129,9 @@ class Rank:
         misfits.end()
 
     def _line(self, line: bytes, log: Log, status: Status, misfits: Misfits) -> None:
-        line = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]  # a progress bar overwrites its line; keep the last state
+        line = line.rstrip(b"\r").rsplit(b"\r", 1)[
+            -1
+        ]  # a progress bar overwrites its line; keep the last state
         _, fields = split_event(line)
         found = event(fields)
         if isinstance(found, Failed) and found.error:
@@ -158,9 +164,15 @@ class Rank:
         """Return the rank's failure (rank, time, error, hint, exit_code, secondary), or None."""
         if self.code in (None, 0, EXIT_RUN_ME_AGAIN):
             return None
-        found: Fields = {"rank": self.number, "local_rank": self.local_rank, "time": self.ended_at, "hint": ""}
+        found: Fields = {
+            "rank": self.number,
+            "local_rank": self.local_rank,
+            "time": self.ended_at,
+            "hint": "",
+        }
         found.update(exit_code=self.code if self.code > 0 else 128 - self.code, secondary=False)
-        raised, number = self.exception(), -self.code
+        raised = self.exception()
+        number = -self.code
         if self.event is not None:
             found.update(error=self.event.error, hint=self.event.hint or "", secondary=bool(self.event.echo))
             if self.event.time is not None:
@@ -168,11 +180,18 @@ class Rank:
         elif raised is not None:  # also if the rank was stopped after it had raised
             found.update(error=raised.error, time=raised.time, secondary=bool(SECONDARY.match(raised.error)))
             found["exit_code"] = max(1, self.code)
-        elif self.stopped_before and number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGUSR2):
+        elif self.stopped_before and number in (
+            signal.SIGTERM,
+            signal.SIGKILL,
+            signal.SIGINT,
+            signal.SIGUSR2,
+        ):
             return None
         elif number > 0:
             name = signal_name(number)
-            found["error"] = "out of memory: the kernel killed it" if self.out_of_memory else "killed by " + name
+            found["error"] = (
+                "out of memory: the kernel killed it" if self.out_of_memory else "killed by " + name
+            )
             found["secondary"] = number == signal.SIGABRT  # torch aborts a rank that has lost its peers
         else:
             found["error"] = "exit code %d" % self.code

@@ -71,17 +71,22 @@ class Settings:
 def rank_command(arguments: list[str]) -> list[str]:
     """Return the command of a rank from torchrun's arguments."""
     if not arguments or arguments in (["-m"], ["--no-python"]):
-        raise SystemExit("agent: no program: agent.py [-m MODULE | --no-python PROGRAM | SCRIPT] ARGUMENTS...")
+        raise SystemExit(
+            "agent: no program: agent.py [-m MODULE | --no-python PROGRAM | SCRIPT] ARGUMENTS..."
+        )
     if arguments[0] == "--no-python":
         return arguments[1:]
     if arguments[0].startswith("-") and arguments[0] != "-m":
-        raise SystemExit("agent: {}: expected -m MODULE, --no-python PROGRAM or a script".format(arguments[0]))
+        raise SystemExit(
+            "agent: {}: expected -m MODULE, --no-python PROGRAM or a script".format(arguments[0])
+        )
     return [sys.executable, "-u", *arguments]
 
 
 def rank_variables(settings: Settings, local_rank: int, hooks: str) -> dict[str, str]:
     """Return the variables that torchrun sets for a rank, and the path of the rank's exception in `hooks`."""
-    rank, world = settings.first_rank + local_rank, settings.world_size
+    rank = settings.first_rank + local_rank
+    world = settings.world_size
     values = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,

@@ -32,8 +32,11 @@ class Setup:
     """The setup commands of a job, run once per node in a virtual environment that later jobs use again."""
 
     def __init__(self, settings: Settings, log: Log, status: Status, environment: dict[str, str]) -> None:
-        self._settings, self._log, self._status = settings, log, status
-        self._text, self._environment = environment["CLUSTER_SETUP"], environment
+        self._settings = settings
+        self._log = log
+        self._status = status
+        self._text = environment["CLUSTER_SETUP"]
+        self._environment = environment
         self._facts = interpreter_facts(environment.get("CLUSTER_IMAGE", ""))
         key = hashlib.sha256("\0".join(self._facts).encode(errors="replace")).hexdigest()[:16]
         self._folder = os.path.join(environment["CLUSTER_SETUP_DIR"], key)
@@ -41,7 +44,9 @@ class Setup:
         self.terminated = False  # whether a SIGTERM ended the setup
         self._lock = -1  # a file descriptor that stays open, so that the lock is held until this process ends
         environment["VIRTUAL_ENV"] = self._folder
-        environment["PATH"] = os.path.join(self._folder, "bin") + os.pathsep + environment.get("PATH", os.defpath)
+        environment["PATH"] = (
+            os.path.join(self._folder, "bin") + os.pathsep + environment.get("PATH", os.defpath)
+        )
         self.python = os.path.join(self._folder, "bin", "python")
 
     def run(self) -> str:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 #: the first one, between two instructions of the program. The second one is for a program that is blocked in C:
 #: faulthandler handles it at once, and reads frames that may be incomplete while Python runs. That ends the process by
 #: SIGSEGV about once in 20,000 signals (Python 3.11).
-STACK_SIGNAL, BLOCKED_SIGNAL = 50, 51
+STACK_SIGNAL = 50
+BLOCKED_SIGNAL = 51
 _MOST_FRAMES = 100  # as many as faulthandler writes
 
 
@@ -44,7 +45,8 @@ def record_exceptions() -> None:
     if os.environ.get("CLUSTER_STALL_TIMEOUT"):
         write_stacks(path + ".stack")
     record_end(path + ".end")
-    before, main = sys.excepthook, os.getpid()
+    before = sys.excepthook
+    main = os.getpid()
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() == main and issubclass(kind, Exception):
@@ -65,9 +67,11 @@ def record_end(path: str) -> None:
     It then waits for threads, and calls exit functions; `threading._shutdown` is the first of these steps. A program
     that leaves torch's process group has ended, too: NCCL can wait there forever.
     """
-    main, exit_code = os.getpid(), 0
+    main = os.getpid()
+    exit_code = 0
     threads: Any = threading
-    raise_exit, shut_down = sys.exit, threads._shutdown
+    raise_exit = sys.exit
+    shut_down = threads._shutdown
 
     def write(code: int) -> None:
         if os.getpid() == main:
@@ -100,7 +104,8 @@ def record_end(path: str) -> None:
         destroy_process_group.__doc__ = destroy.__doc__
         module.destroy_process_group = destroy_process_group
 
-    sys.exit, threads._shutdown = exit, write_and_shut_down
+    sys.exit = exit
+    threads._shutdown = write_and_shut_down
     sys.meta_path.insert(0, _AfterImport("torch.distributed.distributed_c10d", wrap_destroy))
 
 
@@ -108,7 +113,8 @@ class _AfterImport:
     """A finder that calls a function with a module once it has been imported."""
 
     def __init__(self, name: str, call: Callable[[Any], None]) -> None:
-        self._name, self._call = name, call
+        self._name = name
+        self._call = call
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         """Return None, so that the next finder is asked, or the spec of the module with another loader."""
@@ -140,7 +146,9 @@ def write_stacks(path: str) -> None:
         lines: list[str] = []
         while frame is not None and len(lines) < _MOST_FRAMES:
             code = frame.f_code
-            lines.append('  File "{}", line {} in {}\n'.format(code.co_filename, frame.f_lineno or 0, code.co_name))
+            lines.append(
+                '  File "{}", line {} in {}\n'.format(code.co_filename, frame.f_lineno or 0, code.co_name)
+            )
             frame = frame.f_back
         with contextlib.suppress(OSError, ValueError):
             os.write(file.fileno(), "".join(lines).encode("ascii", "backslashreplace"))

@@ -28,9 +28,12 @@ class Stack:
     """
 
     def __init__(self, path: str, pid: int) -> None:
-        self._path, self._pid = path, pid
-        self._size, self._read_at = 0, 0.0
-        self._asked_at, self._is_forced = 0.0, False
+        self._path = path
+        self._pid = pid
+        self._size = 0
+        self._read_at = 0.0
+        self._asked_at = 0.0
+        self._is_forced = False
         #: Newest call first; [] without Python; None from a request until the answer is complete.
         self.lines: list[str] | None = []
 
@@ -38,13 +41,16 @@ class Stack:
         """Ask for a new stack. A rank that has not answered yet is not asked again: signals would queue up."""
         if self.lines is None:
             return
-        self.lines, self._size = [], 0
+        self.lines = []
+        self._size = 0
         if not catches(self._pid, STACK_SIGNAL):
             return
         with contextlib.suppress(OSError):
             os.truncate(self._path, 0)
             os.kill(self._pid, STACK_SIGNAL)
-            self.lines, self._asked_at, self._is_forced = None, time.monotonic(), False
+            self.lines = None
+            self._asked_at = time.monotonic()
+            self._is_forced = False
 
     def read(self) -> None:
         """Set `lines`, if the rank has answered. Ask it once more, in the other way, if it is blocked."""
@@ -53,7 +59,8 @@ class Stack:
             return
         self._read_at = now
         with contextlib.suppress(OSError), open(self._path, errors="replace") as file:
-            text, before = file.read(), self._size
+            text = file.read()
+            before = self._size
             self._size = len(text)
             if text and len(text) == before:
                 self.lines = [line.strip() for line in text.splitlines() if line.startswith("  File ")]

@@ -35,7 +35,10 @@ class StallWatch:
     """Finds out that the ranks of the node make no progress, and where they wait."""
 
     def __init__(self, settings: Settings, log: Log, status: Status, ranks: list[Rank]) -> None:
-        self._timeout_s, self._log, self._status, self._ranks = settings.stall_timeout_s, log, status, ranks
+        self._timeout_s = settings.stall_timeout_s
+        self._log = log
+        self._status = status
+        self._ranks = ranks
         self._checked = self._active = time.monotonic()
         self._is_asked = self._is_stuck = False
         self._restart(self._active)
@@ -43,7 +46,11 @@ class StallWatch:
     @property
     def wait_s(self) -> float:
         """How long the main loop may wait until it calls `sample` again."""
-        is_suspect = self._samples and not self._is_stuck and time.monotonic() - self._still_since > self._timeout_s / 2
+        is_suspect = (
+            self._samples
+            and not self._is_stuck
+            and time.monotonic() - self._still_since > self._timeout_s / 2
+        )
         return SAMPLE_S if self._timeout_s and is_suspect else HEARTBEAT_S / 2
 
     def _running(self) -> list[Rank]:
@@ -51,12 +58,15 @@ class StallWatch:
 
     def _restart(self, now: float) -> None:
         """Compare with the stacks from `now` on, because of progress then."""
-        self._still_since, self._samples, self._is_stuck = now, 0, False
+        self._still_since = now
+        self._samples = 0
+        self._is_stuck = False
         self._first: dict[int, list[str]] = {}
 
     def sample(self) -> None:
         """While no rank prints, compare the ranks' stacks with the first ones, and ask for the next."""
-        now, running = time.monotonic(), self._running()
+        now = time.monotonic()
+        running = self._running()
         if not self._timeout_s or not running:
             return
         output_at = max(rank.output_at for rank in running)
@@ -77,7 +87,9 @@ class StallWatch:
 
     def _compare(self, stacks: dict[int, list[str]], now: float) -> None:
         is_same = stacks.keys() == self._first.keys()
-        if not is_same or not all(is_same_place(self._first[number], stack) for number, stack in stacks.items()):
+        if not is_same or not all(
+            is_same_place(self._first[number], stack) for number, stack in stacks.items()
+        ):
             self._restart(now)
             self._first = stacks
         self._samples += 1
@@ -103,7 +115,8 @@ class StallWatch:
         was_stalled = bool(self._status.fields.get("stall"))
         is_idle = now - self._active >= self._timeout_s
         if is_idle and not was_stalled and usage.gpus_are_active:
-            self._active, is_idle = now, False
+            self._active = now
+            is_idle = False
         is_stalled = is_idle or self._is_stuck
         if is_stalled != was_stalled:
             self._status.write(stall=self._report(is_idle) if is_stalled else [])

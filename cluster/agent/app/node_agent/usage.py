@@ -18,12 +18,15 @@ class Usage:
     """CPU, memory and GPU use of the node's ranks, sampled at every heartbeat."""
 
     def __init__(self, ranks: list[Rank], ended: threading.Event) -> None:
-        self._ranks, self._at = ranks, time.monotonic()
+        self._ranks = ranks
+        self._at = time.monotonic()
         self._before: dict[int, tuple[float, float, int]] = {}
         self._gpus: list[Fields] | None = []
-        self._visible, self._ended = os.environ.get("CUDA_VISIBLE_DEVICES", ""), ended
+        self._visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        self._ended = ended
         #: Cores that the ranks use: with their child processes, by the child processes alone, and by each rank alone.
-        self.cpu, self.children_cpu = 0.0, 0.0
+        self.cpu = 0.0
+        self.children_cpu = 0.0
         self.own_cpu: dict[int, float] = {}
         #: Bytes that the ranks and their child processes have read and written since the last sample.
         self.io_bytes = 0
@@ -44,7 +47,8 @@ class Usage:
     def sample(self) -> Fields:
         """Return the field `usage` of the status, and set the attributes."""
         now = time.monotonic()
-        elapsed, self._at = max(0.1, now - self._at), now
+        elapsed = max(0.1, now - self._at)
+        self._at = now
         rows: list[Fields] = []
         gpus = self._gpus or []
         self.cpu = self.children_cpu = 0.0
@@ -81,7 +85,9 @@ def query_gpus(visible: str) -> list[Fields] | None:
         found: dict[str, Fields] = {}
         for line in done.stdout.decode().splitlines():
             index, uuid, *values = [field.strip() for field in line.split(",")]
-            numbers = {key: int(value) * units[key] if value.isdigit() else None for key, value in zip(units, values)}
+            numbers = {
+                key: int(value) * units[key] if value.isdigit() else None for key, value in zip(units, values)
+            }
             found[index] = found[uuid] = dict({"gpu": index}, **numbers)
         if any(len(row) <= len(units) for row in found.values()):
             return None
@@ -95,13 +101,17 @@ def resources(pid: int) -> tuple[float, float, int, int]:
 
     CPU seconds of the process, CPU seconds of its descendants, resident memory in bytes, and bytes read and written.
     """
-    ticks, pages, io_bytes = [], 0, 0
+    ticks = []
+    pages = 0
+    io_bytes = 0
     for process in descendants(pid):
         with contextlib.suppress(OSError), open("/proc/%d/stat" % process, "rb") as file:
             values = file.read().rpartition(b")")[2].split()
             ticks.append(int(values[11]) + int(values[12]))
             pages += int(values[21])
-        with contextlib.suppress(OSError), open("/proc/%d/io" % process) as file:  # of files and pipes, not of sockets
+        with contextlib.suppress(OSError), open(
+            "/proc/%d/io" % process
+        ) as file:  # of files and pipes, not of sockets
             io_bytes += sum(int(size) for size in re.findall(r"^[rw]char: (\d+)", file.read(), re.MULTILINE))
     hertz = os.sysconf("SC_CLK_TCK")
     return sum(ticks[:1]) / hertz, sum(ticks[1:]) / hertz, pages * os.sysconf("SC_PAGE_SIZE"), io_bytes
@@ -120,7 +130,10 @@ def descendants(pid: int) -> list[int]:
 
 def count_memory_kills() -> int:
     """Return the number of out-of-memory kills in this node's control group, or 0 if it cannot be read."""
-    files = ["/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"]  # of a container: v2, v1
+    files = [
+        "/sys/fs/cgroup/memory.events",
+        "/sys/fs/cgroup/memory/memory.oom_control",
+    ]  # of a container: v2, v1
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
         for line in file:
             _, controllers, path = line.rstrip("\n").split(":", 2)

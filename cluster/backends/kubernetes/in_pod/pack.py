@@ -30,7 +30,9 @@ def files(top: str, excluded: Sequence[str]) -> Iterator[str]:
         paths = {name: os.path.normpath(below + "/" + name) for name in (*folders, *names)}
         folders[:] = sorted(name for name in folders if not is_excluded(paths[name], excluded))
         links = [name for name in folders if Path(where, name).is_symlink()]
-        yield from (paths[name] for name in sorted((*links, *names)) if not is_excluded(paths[name], excluded))
+        yield from (
+            paths[name] for name in sorted((*links, *names)) if not is_excluded(paths[name], excluded)
+        )
 
 
 def add(archive: tarfile.TarFile, name: str, text: str = "") -> None:
@@ -57,8 +59,12 @@ def pack(archive: tarfile.TarFile, path: Path, name: str, about: os.stat_result)
 def main() -> None:
     """Pack what is asked for."""
     wanted = json.loads(sys.stdin.readline())
-    top, have, since = wanted["folder"], wanted["have"], wanted["since"]
-    sent = Path(top, ".clusterctl-sent")  # of unpack.py: the folder has been there for longer than the container
+    top = wanted["folder"]
+    have = wanted["have"]
+    since = wanted["since"]
+    sent = Path(
+        top, ".clusterctl-sent"
+    )  # of unpack.py: the folder has been there for longer than the container
     if sent.exists():
         since = sent.stat().st_ctime
     with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", format=tarfile.PAX_FORMAT) as archive:

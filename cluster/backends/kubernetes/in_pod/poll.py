@@ -17,7 +17,9 @@ def read(path: str, start: int, size: int) -> bytes:
 
 
 if __name__ == "__main__":
-    name, offset, most = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    name = sys.argv[1]
+    offset = int(sys.argv[2])
+    most = int(sys.argv[3])
     # The status first: a node that has ended has written its last line.
     status = read(name + ".json", 0, 1 << 20).decode(errors="replace")
     print(json.dumps({"status": status, "log": base64.b64encode(read(name + ".log", offset, most)).decode()}))

@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 if __name__ == "__main__":
-    node, seconds = Path(sys.argv[1]), sys.argv[2]
+    node = Path(sys.argv[1])
+    seconds = sys.argv[2]
     with suppress(OSError):  # a full disk: the agent then waits as long as the job's own grace
         (node.parent / "grace").write_text(seconds + "\n")
     status = Path(f"{node}.json")

@@ -30,13 +30,16 @@ def clear(kept: Path) -> None:
 
 def main(folder: str, file: str, name: str = "", kept: str = "", launch: str = "", fill: str = "") -> None:
     """Unpack, and print the number of files, and whether the archive was complete."""
-    count, complete = 0, False
+    count = 0
+    complete = False
     sent = Path(kept, SENT)
     fills = bool(fill) and not (sent.exists() and sent.read_text() == launch)
     if fills:
         clear(Path(kept))
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
-        archive.extraction_filter = lambda member, _: member  # the launcher's own files, with links as they are
+        archive.extraction_filter = lambda member, _: (
+            member
+        )  # the launcher's own files, with links as they are
         for member in archive:
             if member.name == "END":
                 complete = True
@@ -45,7 +48,8 @@ def main(folder: str, file: str, name: str = "", kept: str = "", launch: str = "
             if kept and (member.name + "/").startswith(name + "/"):
                 if not fills:
                     continue
-                to, member.name = kept, os.path.relpath(member.name, name)
+                to = kept
+                member.name = os.path.relpath(member.name, name)
             path = Path(to, member.name)
             if path.is_symlink() or path.is_file():
                 path.unlink()  # of a transfer that broke off
