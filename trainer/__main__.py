@@ -112,7 +112,7 @@ def main() -> None:
         from trainer.cli import app  # slow import: Ctrl-C is handled from here on
 
         try:
-            app()
+            app(prog_name="trainer")
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would interrupt the exit functions
     except KeyboardInterrupt:

@@ -112,7 +112,7 @@ def run() -> None:
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(number, _terminate)
     try:
-        app()
+        app(prog_name="clusterctl")
     except ClusterError as error:
         print(f"error: {error.message}", file=sys.stderr)
         if error.hint:

@@ -43,7 +43,8 @@ def gpus_per_node(text: str) -> Procs:
         raise UsageError(f"--gpus {text}: expected a number, one number per node, or all", example)
     numbers = tuple(map(int, text.split(",")))
     if min(numbers) < 1:
-        raise UsageError(f"--gpus {text}: must be at least 1" + (" for each node" if numbers[1:] else ""))
+        each_node = " for each node" if numbers[1:] else ""
+        raise UsageError(f"--gpus {text}: must be at least 1{each_node}", "to run without GPUs: --device cpu")
     return numbers[0] if len(numbers) == 1 else numbers
 
 

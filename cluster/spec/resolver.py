@@ -306,7 +306,7 @@ def _all_gpus_here(here: Here, nodes: int) -> int:
     if nodes > 1:
         share = len(here.gpus) // nodes
         hint = "use one node: --nodes 1" + (f"; or divide them: --gpus {share}" if share else "")
-        raise UsageError(f"--gpus all: this machine's GPUs are for one node, and the job has {nodes}", hint)
+        raise UsageError(f"--gpus all: this machine's GPUs are for one node, but the job has {nodes}", hint)
     return len(here.gpus)
 
 
@@ -369,7 +369,7 @@ def _refuse_without_gpus(machines: Sequence[Machine], inventory: Inventory) -> N
             others = ",".join(other.name for other in inventory.machines if other.gpus)
             hint = f"leave it out (--only {others}), or " if others else ""
             hint += "start processes on CPUs: --device cpu --gpus 1"
-            raise UsageError(f"{machine.name}: --gpus all, and it has no GPUs", hint)
+            raise UsageError(f"{machine.name}: --gpus all, but it has no GPUs", hint)
 
 
 def _refuse_with_few_gpus(

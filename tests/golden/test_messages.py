@@ -98,6 +98,11 @@ init
 init gpu-a -o folder
 init gpu-a -o ssh.yaml
 init gpu-a --device gpu
+lauch
+attach
+image pusj
+launch --nodes
+launch --wat 3
 """
 TRAINER = """\
 train --epochs 0
@@ -135,6 +140,9 @@ val --weights none.pt --data digits
 predict --weights none.pt --source folder
 bench scaling --ranks none
 verify --precision fp16
+hyp --cfg yolov5q.yaml
+train --imgsz 640,480
+val
 """
 
 

@@ -5,10 +5,11 @@ The launcher and the trainer have the same file, because neither imports the oth
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -17,6 +18,8 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 #: Settings of all commands. rich's panels would double the time of `--help`, and take a fifth of the width.
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+#: The base of typer's errors for unknown options, missing arguments and the like; typer does not export it.
+_UsageError: Any = typer.BadParameter.__base__
 _DEFAULT = re.compile(r"\s*(\[[^\[\]]*(default|required|x[<>])[^\[\]]*\])$")
 
 
@@ -92,6 +95,33 @@ class HelpGroup(TyperGroup):
             rows = [(name, command.get_short_help_str(width)) for name, command in group]
             _section(formatter, heading or "Commands", rows, is_full=True)
         TyperCommand.format_options(self, ctx, formatter)  # type: ignore[arg-type]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the program's own options."""
+        with _reported(ctx):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Parse the options of the command, and run it."""
+        with _reported(ctx):
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _reported(ctx: Any) -> Iterator[None]:
+    """Print a mistake on the command line as `error:` and `hint:` lines, as any other, and exit with 2."""
+    try:
+        yield
+    except _UsageError as error:
+        message = error.format_message().removesuffix(".")
+        if message.startswith("Usage:"):  # the whole help, for a group without a command
+            raise
+        command = f"{ctx.command_path} {ctx.invoked_subcommand or ''}".strip()
+        if error.ctx and len(error.ctx.command_path) > len(command):
+            command = error.ctx.command_path
+        typer.echo(f"error: {message[0].lower()}{message[1:]}", err=True)
+        typer.echo(f"hint: to list what it takes: {command} --help", err=True)
+        raise SystemExit(error.exit_code) from None
 
 
 def _heading(described: Any) -> str:

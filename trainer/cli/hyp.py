@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.config import TASKS, hyp_keys, preset_for
+from trainer.config import TASKS, family_of, hyp_keys, preset_for
 from trainer.errors import TrainerError
 
 
@@ -23,6 +23,11 @@ def hyp(
     """
     if task not in TASKS:
         raise TrainerError(f"--task {task}: unknown", f"use one of {', '.join(TASKS)}")
+    family, _ = family_of(cfg)
+    if task == "detect" and cfg and not family:
+        from trainer.models.yolo import load_cfg  # slow import
+
+        load_cfg(cfg)
     values = preset_for(data, task, cfg).hyp
     for key, meaning in hyp_keys(task).items():
         value = getattr(values, key)

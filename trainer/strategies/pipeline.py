@@ -135,7 +135,8 @@ class Pipeline(Strategy):
             )
         if tuple(map(int, torch.__version__.split(".")[:2])) < MIN_TORCH:
             raise TrainerError(
-                f"--parallel pipeline needs torch 2.14 or newer, this is {torch.__version__}", "use ddp"
+                f"--parallel pipeline needs torch 2.14 or newer, but this is torch {torch.__version__}",
+                "use ddp",
             )
         super().__init__(settings, world, device)
         self.share = world.rank // self.stages, world.size // self.stages

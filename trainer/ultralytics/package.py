@@ -124,7 +124,7 @@ def read_arguments(words: Sequence[str]) -> tuple[str, dict[str, Any], Any]:
             f"cfg=: its task {task} does not train on several machines", f"use {', '.join(TASKS)}"
         )
     if isinstance(resolved.data, (list, tuple)):
-        raise TrainerError("data= names several datasets, and a job trains on one", "launch a job for each")
+        raise TrainerError("data= names several datasets, but a job trains on one", "launch a job for each")
     return task, values, resolved
 
 

@@ -61,8 +61,8 @@ def load(path: str) -> dict[str, Any]:
         with safe_globals(placeholders):  # type: ignore[arg-type]
             if refused := get_unsafe_globals_in_checkpoint(path):
                 raise TrainerError(
-                    f"--weights {path}: the file names {_telling(refused)}, which a detector of YOLOv5, YOLOv8, "
-                    "YOLO11 or YOLO26 has no need for: refused, nothing of it was run",
+                    f"--weights {path}: refused, because the file refers to {_telling(refused)}, which no "
+                    "detector of YOLOv5, YOLOv8, YOLO11 or YOLO26 needs; nothing in it was run",
                     "take a release file of one of these detectors, or a best.pt that was trained from one",
                 )
             content: Any = torch.load(path, map_location="cpu", weights_only=True)

@@ -62,7 +62,7 @@ def _refuse_unless_one(one: Mapping[str, Any]) -> None:
     given = [key for key, value in one.items() if value]
     if len(given) != 1:
         which = f"both {' and '.join(given)}" if given else "none"
-        raise UsageError(f"expected one of {', '.join(one)}, and it has {which}", "for example: claim: data")
+        raise UsageError(f"expected one of {', '.join(one)}, but it has {which}", "for example: claim: data")
 
 
 _NAME_RULE = "lower-case letters, digits and '-', a letter or digit first and last"

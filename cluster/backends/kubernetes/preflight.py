@@ -262,10 +262,10 @@ def _devices(kubectl: Kubectl, needs: Needs) -> list[str]:
         )
         which = "one" if len(wanted) == 1 else resource
         raise UsageError(
-            f"{what}, and no machine has {which}" + (" that fits" if selector else "") + f"; {known}", hint
+            f"{what}, but no machine has {which}" + (" that fits" if selector else "") + f"; {known}", hint
         )
     hint = "--nodes and --gpus; kubectl describe nodes shows what each machine has"
-    raise UsageError(f"{what}, and the cluster has room for {slots}, on {len(fitting)} machines", hint)
+    raise UsageError(f"{what}, but the cluster has room for {slots}, on {len(fitting)} machines", hint)
 
 
 def _allocatable(node: Mapping[str, Any], resource: str) -> int:
@@ -323,7 +323,7 @@ def _quota(kubectl: Kubectl, needs: Needs) -> list[str]:
             if need > have:
                 hint = "ask for more, or use fewer: --nodes, --gpus"
                 raise UsageError(
-                    f"the quota {name} allows {limit} {resource}, and the job needs {_plain(need)}", hint
+                    f"the quota {name} allows {limit} {resource}, but the job needs {_plain(need)}", hint
                 )
             if need and need + amount(str(used.get(resource, "0"))) > have:
                 why = f"the job needs {_plain(need)} {resource}, and {used[resource]} of the quota {name}'s {limit} are"
