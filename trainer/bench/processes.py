@@ -54,9 +54,8 @@ class Job:
 
     def __init__(self, world: comm.World) -> None:
         self.world = world
-        self._store = next(rendezvous("env://", timeout=comm.TIMEOUT))[
-            0
-        ]  # rank 0 hosts it, unless torchrun does
+        # Rank 0 hosts it, unless torchrun does.
+        self._store, _, _ = next(rendezvous("env://", timeout=comm.TIMEOUT))
         self._number = 0
         self._is_stopped = False
         self._store.set(f"local size/{world.rank}", str(world.local_size))

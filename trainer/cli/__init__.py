@@ -22,10 +22,8 @@ from trainer.config.families import named_families
 from trainer.config.presets import PRESETS, TASKS, Preset, family_presets
 from trainer.config.settings import option_of
 
-WITHOUT_VALUE = {
-    "--resume": "last",
-    "--cache": "ram",
-}  # the value of an option given without one, as in YOLOv5
+# The value of an option given without one, as in YOLOv5.
+WITHOUT_VALUE = {"--resume": "last", "--cache": "ram"}
 LISTS = ("--freeze", "--classes")  # options that take several numbers, as in YOLOv5
 
 

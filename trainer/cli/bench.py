@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from trainer.bench.scaling import Point
 
 bench = typer.Typer(no_args_is_help=True)
-TRAIN_OPTIONS = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-}  # further options are those of `train`
+# Further options are those of `train`.
+TRAIN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 MOST_DEFAULT_RANKS = 8
 
 

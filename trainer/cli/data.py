@@ -68,9 +68,8 @@ def download(data_yaml: DataYaml) -> None:
 
     if not fetch_missing(data_yaml):
         for split in ("train", "val"):
-            read_split(
-                data_yaml, split, decode=False
-            )  # raises if images are missing and data.yaml has no `download`
+            # Raises if images are missing and data.yaml has no `download`.
+            read_split(data_yaml, split, decode=False)
         typer.echo(f"{data_yaml}: all images exist")
 
 

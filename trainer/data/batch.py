@@ -11,12 +11,10 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 FILL = 114  # gray of an image's background
-BoxLabels = npt.NDArray[
-    np.float32
-]  # (n, 6): image of the batch, class, cx, cy, w, h as fractions of its sides
-Targets = Mapping[
-    str, Tensor
-]  # what a loss needs of a batch's labels, by name; what makes them documents the shapes
+# (n, 6): image of the batch, class, cx, cy, w, h as fractions of its sides.
+BoxLabels = npt.NDArray[np.float32]
+# What a loss needs of a batch's labels, by name; what makes them documents the shapes.
+Targets = Mapping[str, Tensor]
 Rows = Callable[[str, int], int]  # the name of a list and the entries that it needs -> the rows to give it
 
 

@@ -16,16 +16,13 @@ Ints = npt.NDArray[np.int64]
 Image = npt.NDArray[np.uint8]  # (h, w, 3), RGB
 Pixels = npt.NDArray[np.uint8]  # (p, 3), RGB
 Labels = npt.NDArray[np.float32]  # (n, 5): class, cx, cy, w, h as fractions of the image's sides
-Segment = npt.NDArray[
-    np.float32
-]  # (k, 2): the corners x, y of a polygon as fractions; (0, 2) without a polygon
+Segment = npt.NDArray[np.float32]  # (k, 2): a polygon's corners x, y as fractions; (0, 2) without one
 
 IMAGE_HINT = "replace the image, or delete it and its label file"
 MOST_PIXELS = 2**30  # of an image that OpenCV decodes, to 3 GiB
 END = b"\xff\xd9"  # the end marker of a JPEG
-if (
-    Pillow.MAX_IMAGE_PIXELS is not None
-):  # it refuses 179 megapixels, as a protection of programs that decode uploads
+# Pillow refuses 179 megapixels, to protect programs that decode uploads.
+if Pillow.MAX_IMAGE_PIXELS is not None:
     Pillow.MAX_IMAGE_PIXELS = max(Pillow.MAX_IMAGE_PIXELS, MOST_PIXELS)
 _FLAGS = {1: cv2.IMREAD_COLOR, 2: cv2.IMREAD_REDUCED_COLOR_2, 4: cv2.IMREAD_REDUCED_COLOR_4}
 _FLAGS[8] = cv2.IMREAD_REDUCED_COLOR_8

@@ -197,9 +197,8 @@ class SsdLoss(RetinaNetLoss):
         images = len(outputs["cls_logits"])
         anchors = outputs["anchors"]
         labels = labels_of(targets["boxes"], images, first=1)
-        none = torch.full(
-            (len(anchors),), -1, device=anchors.device
-        )  # the matcher refuses images without boxes
+        # The matcher refuses images without boxes.
+        none = torch.full((len(anchors),), -1, device=anchors.device)
         matched = [
             self._matcher(box_iou(each["boxes"], anchors)) if len(each["boxes"]) else none for each in labels
         ]

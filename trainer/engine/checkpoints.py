@@ -22,31 +22,18 @@ PREVIOUS = checkpoint_file.PREVIOUS
 BEST = "best.pt"
 # Settings of the machine, which are not taken from the checkpoint.
 _PLACEMENT = {
-    "resume",
-    "device",
-    "parallel",
-    "stages",
-    "micro_batches",
-    "workers",
-    "cache",
-    "project",
-    "name",
+    *("resume", "device", "parallel", "stages", "micro_batches"),
+    *("workers", "cache", "project", "name", "exist_ok"),
 }
-_PLACEMENT |= {"exist_ok"}
 # Settings that may differ between the machines of a job.
 _PER_MACHINE = {"data", "cfg", "weights", "device", "workers", "project", "name", "callback"}
 # Settings that may change on resume, because they do not affect the results. `data` may have moved; its fingerprint
 # is checked.
-FREE = _PLACEMENT | {
-    "data",
-    "callback",
-    "patience",
-    "val_period",
-    "save_every",
-    "save_period",
-    "stall_timeout",
+FREE = {
+    *_PLACEMENT,
+    *("data", "callback", "patience", "val_period", "save_every", "save_period"),
+    *("stall_timeout", "log_steps", "track", "on_nan", "allow_bad_labels"),
 }
-FREE |= {"log_steps", "track", "on_nan", "allow_bad_labels"}
 
 
 def write(folder: Path, content: dict[str, Any]) -> Path:

@@ -34,10 +34,8 @@ from trainer.tasks import Scores
 from trainer.weights import checkpoint_file
 
 MAX_SKIPPED = 3  # batches that --on-nan skip may leave out
-READBACK_EVERY = {
-    "cpu": 1,
-    "cuda": 20,
-}  # steps between two reads of the loss on the host, which synchronize a GPU
+# Steps between two reads of the loss on the host, which synchronize a GPU.
+READBACK_EVERY = {"cpu": 1, "cuda": 20}
 
 
 def train(settings: Settings) -> None:
@@ -348,9 +346,8 @@ class TrainLoop:
             self._log(training.meter.reduced_step + 1, training.meter.reduced)
             stopping = stopping or result.stop
             saving = saving or result.save
-            saving = saving and not (
-                state.step == steps and training.has_validation
-            )  # then saved before it anyway
+            if state.step == steps and training.has_validation:  # which saves a checkpoint anyway
+                saving = False
             if (stopping or saving) and result.updated:  # a checkpoint holds no accumulated gradients
                 self._save()
                 self._stop_if(stopping)

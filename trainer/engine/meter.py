@@ -26,14 +26,12 @@ class LossMeter:
         self.device = device
         self.terms = torch.zeros(terms, device=device)  # of this rank in the last step; the step sets it
         self.last_step = NONE  # the step of `terms`
-        self.reduced = torch.zeros(
-            terms, dtype=torch.float64, device=device
-        )  # of all ranks, in `reduced_step`
+        # Of all ranks, in `reduced_step`.
+        self.reduced = torch.zeros(terms, dtype=torch.float64, device=device)
         self.reduced_step = NONE
         self.sums = torch.zeros_like(self.reduced)  # of the epoch's reduced steps
-        self._first_bad = torch.full(
-            (), NONE, device=device
-        )  # this epoch's first step with a non-finite value
+        # This epoch's first step with a non-finite value.
+        self._first_bad = torch.full((), NONE, device=device)
         self._work: Any = None
         self._account: Callable[..., None] = _account
         self._read: Callable[[], list[float]] | None = None

@@ -9,11 +9,8 @@ from torch.optim import Optimizer
 
 MUON = 0.2  # share of Muon's step; SGD's counts in full
 ITERATIONS = 5  # of Newton and Schulz
-COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # of s, s^3 and s^5: they bring singular values from 0..1 to 0.7..1.2
+# Of s, s^3 and s^5: they bring singular values from 0..1 to 0.7..1.2.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class MuSGD(Optimizer):

@@ -36,9 +36,8 @@ def write_table(rows: Sequence[Mapping[str, float]], path: Path) -> None:
 def write_options(path: Path, settings: Settings) -> None:
     """Write the value of each option and hyper-parameter of a run, defaults included, as YAML."""
     values = dataclasses.asdict(settings)
-    values["hyp"] = {
-        key: value for key, value in values["hyp"].items() if value is not None
-    }  # as --hyp reads it
+    # As --hyp reads it.
+    values["hyp"] = {key: value for key, value in values["hyp"].items() if value is not None}
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     checkpoint_file.write_bytes(
         path, f"# All options of this run. To reuse hyp, save its keys as a file for --hyp.\n{text}".encode()

@@ -162,9 +162,8 @@ class Trainer:
 
     def _prepare_targets(self) -> None:
         """Let the dataloader make the targets of the loss, for the anchors that the model has now."""
-        pads = self.device.type != "cpu" or bool(
-            self.compilation.mode
-        )  # on a CPU, rows that pad only cost time
+        # On a CPU, rows that pad only cost time, unless compiled code needs fixed shapes.
+        pads = self.device.type != "cpu" or bool(self.compilation.mode)
         self.task.prepare_targets(self.train_loader, self.model, pads=pads)
 
     def _prepare_loss(self) -> None:

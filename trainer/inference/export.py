@@ -26,10 +26,11 @@ from trainer.inference.trained import load_trained
 from trainer.models.yolo import fuse
 from trainer.weights import checkpoint_file, download
 
+# The packages that a format needs.
 NEEDED: dict[str, tuple[str, ...]] = {
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "torchscript": (),
-}  # packages
+}
 INPUT = "images"
 OUTPUTS = ("boxes", "scores")
 BOX_TOLERANCE = 1e-4  # of the image's side

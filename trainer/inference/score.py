@@ -68,9 +68,8 @@ def score(settings: Settings, *, plots: bool) -> Scored | None:
     world = comm.world_of(os.environ)
     device = comm.pick_device(s.device, world)
     comm.limit_threads(world, device)
-    task = open_task(
-        dataclasses.replace(s, batch=s.batch * world.size)
-    )  # a task's batch counts the images of all ranks
+    # A task's batch counts the images of all ranks.
+    task = open_task(dataclasses.replace(s, batch=s.batch * world.size))
     if not len(task.val_set):
         raise TrainerError(f"--data {s.data}: the split val has no images", "add images to it")
     content = checkpoint_file.load(s.weights)

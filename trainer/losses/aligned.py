@@ -89,14 +89,15 @@ class CandidateTargets:
         m = rows("top", len(top) + 1)
         pair = np.full((k, 2), (n - 1, 0), np.int64)
         at = np.ones((k, 3), np.float32)
-        pair[: len(box), 0], pair[: len(box), 1] = box, point
-        at[: len(box), 2] = np.array(self.strides, np.float32)[level]
-        at[: len(box), 0], at[: len(box), 1] = (
-            (column + 0.5) * at[: len(box), 2],
-            (line + 0.5) * at[: len(box), 2],
-        )
+        pair[: len(box), 0] = box
+        pair[: len(box), 1] = point
+        point_stride = np.array(self.strides, np.float32)[level]
+        at[: len(box), 0] = (column + 0.5) * point_stride
+        at[: len(box), 1] = (line + 0.5) * point_stride
+        at[: len(box), 2] = point_stride
         padded = np.zeros((n, 5), np.float32)
-        padded[: len(boxes), :4], padded[: len(boxes), 4] = boxes, 1
+        padded[: len(boxes), :4] = boxes
+        padded[: len(boxes), 4] = 1
         owner = np.zeros((n, 2), np.int64)
         owner[: len(boxes)] = labels[:, :2]
         tops = np.full(m, k - 1)

@@ -87,14 +87,13 @@ class AnchorTargets:
             nx = width // stride
             per_cell = self.anchors.shape[1]
             cell = ((level.image * ny + level.row) * nx + level.column) * per_cell + level.anchor
-            index[k, :number, 0], index[k, :number, 1], index[k, :number, 2] = cell, before + cell, level.cls
-            value[k, :number, :4], value[k, :number, 4:6], value[k, :number, 6] = (
-                level.box,
-                level.anchor_wh,
-                1,
-            )
-            index[k, :number, 1][~_is_last(cell)] = -1
+            index[k, :number, 0] = cell
+            index[k, :number, 1] = np.where(_is_last(cell), before + cell, -1)
             index[k, number:, 1] = -1
+            index[k, :number, 2] = level.cls
+            value[k, :number, :4] = level.box
+            value[k, :number, 4:6] = level.anchor_wh
+            value[k, :number, 6] = 1
             before += images * ny * nx * per_cell
         index[..., 1][index[..., 1] < 0] = before
         counts = np.array([images, *numbers], np.float64)

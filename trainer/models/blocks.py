@@ -283,12 +283,8 @@ CHANNEL_BLOCKS: dict[str, Callable[..., nn.Module]] = {
     "C2PSA": C2PSA,
     "SPPF": SPPF,
 }
-REPEATS_INSIDE = (
-    "C3",
-    "C2f",
-    "C3k2",
-    "C2PSA",
-)  # these take the number of repeats as an argument instead of being chained
+# These take the number of repeats as an argument instead of being chained.
+REPEATS_INSIDE = ("C3", "C2f", "C3k2", "C2PSA")
 PLAIN_BLOCKS: dict[str, Callable[..., nn.Module]] = {
     "nn.Upsample": nn.Upsample,
     "nn.MaxPool2d": nn.MaxPool2d,

@@ -15,10 +15,9 @@ from trainer.distributed.machine_lock import one_per_machine
 from trainer.errors import TrainerError
 from trainer.weights.official import MALFORMED
 
-MEAN, STD = (
-    (0.485, 0.456, 0.406),
-    (0.229, 0.224, 0.225),
-)  # of ImageNet's images, as torchvision's weights want them
+# Of ImageNet's images, as torchvision's weights want them.
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 OWN_WEIGHTS = "torchvision"
 # Of a segmentation network's batch norm: torch's default. With MobileNet's 0.01 the statistics lag hundreds of steps.
 _MOMENTUM = 0.1
@@ -117,9 +116,8 @@ def own_weights(name: str, imgsz: int) -> Mapping[str, Tensor]:
     shrunk to images of `imgsz` px. Nothing in the file is executed; TrainerError where it cannot be had or is damaged.
     """
     folder = Path(torch.hub.get_dir()).absolute()
-    tensors_only = patch.dict(
-        os.environ, {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
-    )  # torchvision does not ask for it
+    # torchvision does not ask for it.
+    tensors_only = patch.dict(os.environ, {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"})
     try:
         with one_per_machine(folder), tensors_only:
             net: Any = models.get_model(name, weights="DEFAULT", progress=False)

@@ -83,10 +83,8 @@ class JointGPipe:
 
     def step(self, parts: Sequence[Tensor], loss_of_outputs: Callable[[Any], Tensor]) -> None:
         """Compute the gradients of one batch from its micro-batches."""
-        self._loss_of_outputs, target = (
-            loss_of_outputs,
-            torch.zeros((), device=parts[0].device),
-        )  # torch requires one
+        self._loss_of_outputs = loss_of_outputs
+        target = torch.zeros((), device=parts[0].device)  # torch requires one
         self._schedule.step(
             kwarg_mbs=[{"images": part} for part in parts],
             target_mbs=[target] * self._number,
@@ -153,9 +151,8 @@ class Pipeline(Strategy):
         self.micro_batches = self._settings.micro_batches or min(MICRO_BATCHES, conditions.min_share)
         images = conditions.min_share // self.micro_batches
         normalises = any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
-        single = (
-            images == 1 and self._settings.imgsz // conditions.stride == 1
-        )  # one value per channel: no variance
+        # A single value per channel has no variance.
+        single = images == 1 and self._settings.imgsz // conditions.stride == 1
         if images < 1 or (single and normalises):
             raise TrainerError(
                 f"--micro-batches {self.micro_batches}: too many for a pipeline's share of a step, "

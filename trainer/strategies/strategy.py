@@ -22,9 +22,8 @@ from trainer.distributed import comm
 from trainer.errors import TrainerError
 from trainer.strategies.network_with_loss import NetworkWithLoss
 
-LossOf = Callable[
-    [Tensor, Tensor], Tensor
-]  # a criterion's sums and counts of this rank -> its share of the loss
+# A criterion's sums and counts of this rank -> its share of the loss.
+LossOf = Callable[[Tensor, Tensor], Tensor]
 Names = Sequence[Sequence[str]]  # parameter names of each of the optimizer's groups
 KERNELS = ("fused", "foreach")  # implementation of the optimizer; not part of its state
 
@@ -72,9 +71,8 @@ class Strategy:
     replica_group: comm.Group | None = None  # the ranks with the same part of the model; None: all
     module: nn.Module  # this rank's part of the model, with the model's parameter names; set by `setup`
     average: nn.Module  # the same part of the averaged model
-    host_model: nn.Module | None = (
-        None  # full model on the CPU to gather into; None if every rank has the full model
-    )
+    # Full model on the CPU to gather into; None if every rank has the full model.
+    host_model: nn.Module | None = None
     summary = ""  # a line for the log; set by `setup`
     unused: Mapping[str, Tensor] = {}  # tensors in no rank's part, because no operation uses them
 
@@ -180,9 +178,8 @@ class Strategy:
                 state = optimizer.state[parameter]
                 for key, value in kept.items():
                     if key not in state:
-                        like = (
-                            parameter if value.shape == parameter.shape else value
-                        )  # a step count is not sharded
+                        # A step count is not sharded.
+                        like = parameter if value.shape == parameter.shape else value
                         state[key] = torch.zeros_like(like, device=parameter.device, requires_grad=False)
                     self.scatter_(state[key], value)
 

@@ -99,10 +99,8 @@ def read_arguments(words: Sequence[str]) -> tuple[str, dict[str, Any], Any]:
     cfg = importlib.import_module(f"{NAME}.cfg")
     found = parse(words, cfg.DEFAULT_CFG_DICT)
     logger = importlib.import_module(f"{NAME}.utils").LOGGER
-    before, logger.disabled = (
-        logger.disabled,
-        True,
-    )  # it would print the package's whole help after an unknown argument
+    before = logger.disabled
+    logger.disabled = True  # it would print the package's whole help after an unknown argument
     try:
         values = dict(cfg.parse_key_value_pair(f"{name}={value}") for name, value in found.values.items())
         if file := values.pop("cfg", None):

@@ -24,10 +24,8 @@ from trainer.errors import TrainerError
 
 _UNBOUNDED = (-np.inf, np.inf, -np.inf, np.inf)
 _NO_MASK = -1
-_BLOCK = (
-    8,
-    32,
-)  # rows and columns of a program: two pixels per thread, so that a GPU has room for many threads
+# Rows and columns of a program: two pixels per thread, so that a GPU has room for many threads.
+_BLOCK = (8, 32)
 _INTERPRETED_BLOCK = 64, 64  # the interpreter's time is that of the operations, however many pixels they have
 
 Box = tuple[int, int, int, int]  # x1, x2, y1, y2
@@ -217,9 +215,8 @@ class DevicePainter:
                 what, "use --augment-on workers; to test, TRITON_INTERPRET=1 runs the kernel on a CPU"
             )
         try:
-            from trainer.data.augment.paint_kernel import (
-                paint_batch,
-            )  # triton is optional, and slow to import
+            # triton is optional, and slow to import.
+            from trainer.data.augment.paint_kernel import paint_batch
 
             self._kernel: Any = paint_batch
             blank = pack([_BLANK], lambda _: np.zeros((0, 0, 3), np.uint8))

@@ -21,9 +21,8 @@ from trainer.data.batch import FILL
 
 BACKGROUND = tl.constexpr(float(FILL))
 HORIZON = tl.constexpr(_HORIZON)
-ROUNDING = tl.constexpr(
-    1.5 * 2**23
-)  # floats of this size are whole numbers: adding it rounds to nearest, ties to even
+# Floats of this size are whole numbers: adding it rounds to nearest, ties to even.
+ROUNDING = tl.constexpr(1.5 * 2**23)
 # Columns of the tables.
 RANGES = tl.constexpr(3)
 PLACES = tl.constexpr(3)

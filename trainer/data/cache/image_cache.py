@@ -54,9 +54,8 @@ class Layout:
             )
         largest = -(-sizes // factors[:, None])
         self.widest = int(largest.max(initial=0))  # longest side
-        self.first = np.concatenate(
-            [[0], np.cumsum(largest.prod(1))]
-        )  # number of each image's first pixel, and of all
+        # The number of each image's first pixel, then of all pixels.
+        self.first = np.concatenate([[0], np.cumsum(largest.prod(1))])
 
     def __len__(self) -> int:
         return len(self.first) - 1

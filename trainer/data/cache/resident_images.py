@@ -24,10 +24,9 @@ from trainer.data.dataset import Dataset, Image
 from trainer.errors import TrainerError
 
 PASS = 2**32  # the batches of pass p have the numbers p * PASS, p * PASS + 1, ...; p counts from 1
-_ABSENT, _ON_DEVICE = (
-    0,
-    1,
-)  # states of an image; others are the number of the batch that takes it to the device
+# States of an image; others are the number of the batch that takes it to the device.
+_ABSENT = 0
+_ON_DEVICE = 1
 _SETTLED = 3  # steps after which training has allocated its memory: gradients, momentum, workspaces
 
 

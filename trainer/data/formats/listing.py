@@ -43,9 +43,8 @@ class Listing:
 
     root: str  # folder of data.yaml; images inside are relative to it, so that the dataset can be moved
     images: list[str]
-    stamps: npt.NDArray[
-        np.int64
-    ]  # (n, 4): size and mtime in ns of the image and of its label file (-1: missing)
+    # (n, 4): size and mtime in ns of the image and of its label file (-1: missing).
+    stamps: npt.NDArray[np.int64]
     faults: list[Fault]
 
     def image_files(self) -> list[str]:

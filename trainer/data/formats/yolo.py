@@ -79,9 +79,8 @@ def read_splits(data_yaml: str, splits: Sequence[str], *, decode: bool = True) -
         if nothing := source.no_boxes():
             faults.append(nothing)
             fatal.append(nothing)
-    return Reading(
-        sources, list(dict.fromkeys(faults)), list(dict.fromkeys(fatal))
-    )  # both share those of data.yaml
+    # Both share those of data.yaml.
+    return Reading(sources, list(dict.fromkeys(faults)), list(dict.fromkeys(fatal)))
 
 
 def read_split(data_yaml: str, split: str, *, decode: bool = True) -> Source:

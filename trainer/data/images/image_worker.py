@@ -38,9 +38,8 @@ _DARK_BELOW = 2**14  # values of a sensor with 10, 12 or 14 bits
 
 def main() -> None:
     """Answer until the end of stdin."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the process that asks, whose end closes stdin
+    # Ctrl-C is for the process that asks, whose end closes stdin.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     cv2.utils.logging.setLogLevel(0)
     with tempfile.TemporaryFile() as messages:
         os.dup2(messages.fileno(), 2)

@@ -173,10 +173,10 @@ class BatchLoader(Generic[BatchType]):
         before = multiprocessing.active_children()
         self._running = iter(self._loader)
         workers = [child for child in multiprocessing.active_children() if child not in before]
-        self._kill = ending = weakref.finalize(
-            self, _kill, workers
-        )  # also if this loader is dropped without `close`
-        ending.atexit = False
+        # Also if this loader is dropped without `close`.
+        finalizer = weakref.finalize(self, _kill, workers)
+        finalizer.atexit = False
+        self._kill = finalizer
 
     def take(self) -> BatchType | None:
         """Return the next batch of the pass, None after the last. Raise the TrainerError of a worker."""
@@ -189,9 +189,8 @@ class BatchLoader(Generic[BatchType]):
     def close(self) -> None:
         """Stop the workers; a later pass starts new ones."""
         self._running = iter(())
-        self._loader = (
-            None  # torch asks the workers to exit, unless a traceback or a generator keeps the pass
-        )
+        # torch now asks the workers to exit, unless a traceback or a generator keeps the pass.
+        self._loader = None
         self._kill()
 
 
