@@ -17,7 +17,7 @@ from trainer.config import Settings
 from trainer.distributed.comm import World
 from trainer.engine import update
 from trainer.engine.events import Events
-from trainer.engine.optim import build_optimizer
+from trainer.engine.optimizer import build_optimizer
 from trainer.engine.trainer import Trainer
 from trainer.losses.anchored import AnchorTargets, DetectionLoss
 

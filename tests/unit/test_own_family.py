@@ -25,7 +25,7 @@ FAMILY = """
 
     from trainer.detectors import Detections, Parts
     from trainer.errors import TrainerError
-    from trainer.losses import Criterion
+    from trainer.losses.criterion import Criterion
 
     SIZES = {"s": 8, "l": 16}
 

@@ -27,7 +27,7 @@ from trainer.config import Hyp, Settings
 from trainer.detectors import Limits, Parts, build, detr, dfine, load_weights, read_cfg, rtdetrv2
 from trainer.detectors.detector import Detector
 from trainer.detectors.transformers_nets import labels_of
-from trainer.engine.optim import parameter_groups
+from trainer.engine.optimizer import parameter_groups
 from trainer.errors import TrainerError
 from trainer.inference.box_predictor import detect_in
 from trainer.inference.export import NEEDED, export

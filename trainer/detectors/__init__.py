@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.config import FAMILIES, Hyp, ModelCfg, Settings, family_of, named_families, traits_of
 from trainer.data.dataset import Dataset
 from trainer.errors import TrainerError
-from trainer.losses import Criterion, Outputs
+from trainer.losses.criterion import Criterion, Outputs
 from trainer.models.yolo import load_cfg
 from trainer.weights import checkpoint_file
 

@@ -21,7 +21,7 @@ from trainer.detectors.transformers_nets import (
     in_px,
     postprocess,
 )
-from trainer.losses import Criterion, Outputs
+from trainer.losses.criterion import Criterion, Outputs
 from trainer.models.torchvision_nets import Classifier
 
 

@@ -24,7 +24,7 @@ from trainer.config import Hyp, ModelCfg
 from trainer.data.batch import Assign, BoxLabels, Rows, Targets, exact
 from trainer.detectors import Detections, Limits, Parts, Postprocess
 from trainer.errors import TrainerError
-from trainer.losses import Criterion, ImageSize, Outputs
+from trainer.losses.criterion import Criterion, ImageSize, Outputs
 from trainer.models.torchvision_nets import Classifier
 
 NO_BORDER = (torch.inf, torch.inf)  # boxes are clipped to the original image later

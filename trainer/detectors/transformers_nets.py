@@ -24,7 +24,7 @@ from trainer.config import ModelCfg, named_families
 from trainer.data.batch import Targets
 from trainer.detectors import Detections, Limits, Parts, best_pairs
 from trainer.errors import TrainerError
-from trainer.losses import Criterion, ImageSize, Outputs
+from trainer.losses.criterion import Criterion, ImageSize, Outputs
 from trainer.weights import checkpoint_file
 
 # The library checks values of tensors in its layers, which a GPU would have to be waited for, and ONNX cannot express.

@@ -14,10 +14,12 @@ from trainer.data.loading.dataloader import on_side_stream
 from trainer.distributed import comm
 from trainer.engine.compilation import GRAPHS, Compilation, choose_mode
 from trainer.engine.display import TrainingDisplay
+from trainer.engine.ema import ema_copy
 from trainer.engine.evaluator import Evaluator
 from trainer.engine.events import Events
 from trainer.engine.meter import NONE, LossMeter
-from trainer.engine.optim import Schedule, ema_copy, parameter_groups, too_few_steps
+from trainer.engine.optimizer import parameter_groups
+from trainer.engine.schedule import Schedule, too_few_steps
 from trainer.engine.state import (
     NotFinite,
     StepResult,

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from trainer.config import Settings
 from trainer.distributed import comm
-from trainer.engine.optim import Ema, Rates, Schedule, build_optimizer, set_rates
+from trainer.engine.ema import Ema
+from trainer.engine.optimizer import build_optimizer, set_rates
+from trainer.engine.schedule import Rates, Schedule
 from trainer.strategies.strategy import Strategy
 
 SCALED_GRADIENTS = torch.float16  # its small gradients underflow, so the loss is scaled up

@@ -24,8 +24,8 @@ from torch import Tensor
 from trainer.config import Hyp
 from trainer.data.batch import BoxLabels, Rows, Targets, exact
 from trainer.errors import TrainerError
-from trainer.losses import Criterion, ImageSize
 from trainer.losses.anchored import bce, ciou
+from trainer.losses.criterion import Criterion, ImageSize
 
 Floats = npt.NDArray[np.float32]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainer.config import Hyp
 from trainer.data.batch import BoxLabels, Rows, Targets, exact
-from trainer.losses import Criterion, ImageSize
+from trainer.losses.criterion import Criterion, ImageSize
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from trainer.config import IGNORED
 from trainer.data.batch import Targets
-from trainer.losses import Criterion, ImageSize
+from trainer.losses.criterion import Criterion, ImageSize
 
 
 class ClassificationLoss(Criterion):

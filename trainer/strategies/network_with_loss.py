@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from trainer.data.batch import Targets
-from trainer.losses import Criterion, ImageSize, Outputs
+from trainer.losses.criterion import Criterion, ImageSize, Outputs
 from trainer.models.precision import as_input, size_of
 
 

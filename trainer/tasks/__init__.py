@@ -12,7 +12,7 @@ from trainer.config import ModelCfg, Settings
 from trainer.data.batch import TrainBatch
 from trainer.data.loading.dataloader import EpochLoader, EvalLoader
 from trainer.distributed.comm import LoaderShare
-from trainer.losses import Criterion
+from trainer.losses.criterion import Criterion
 from trainer.metrics.scores import Metric, Scores
 
 __all__ = ["Scores", "Task", "open_task"]

@@ -19,7 +19,7 @@ from trainer.detectors import Detections, Limits, Sample, build, load_weights, r
 from trainer.detectors.detector import Detector, to_original
 from trainer.distributed.comm import LoaderShare
 from trainer.errors import TrainerError
-from trainer.losses import Criterion
+from trainer.losses.criterion import Criterion
 from trainer.metrics import BoxMAP, BoxScores
 from trainer.tasks import Task
 from trainer.weights import checkpoint_file

@@ -27,7 +27,7 @@ from trainer.data.loading.torchvision_loaders import (
 )
 from trainer.distributed.comm import LoaderShare
 from trainer.errors import TrainerError
-from trainer.losses import Criterion
+from trainer.losses.criterion import Criterion
 from trainer.losses.cross_entropy import ClassificationLoss, SegmentationLoss
 from trainer.metrics.confusion import Accuracy, Confusion, Overlap, TopK
 from trainer.metrics.scores import Metric

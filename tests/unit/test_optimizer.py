@@ -7,17 +7,10 @@ import torch
 from torch import nn
 
 from trainer.config import Hyp, Settings
+from trainer.engine.ema import Ema, float_state
 from trainer.engine.musgd import MuSGD
-from trainer.engine.optim import (
-    Ema,
-    Rates,
-    Schedule,
-    build_optimizer,
-    float_state,
-    parameter_groups,
-    set_rates,
-    too_few_steps,
-)
+from trainer.engine.optimizer import build_optimizer, parameter_groups, set_rates
+from trainer.engine.schedule import Rates, Schedule, too_few_steps
 from trainer.errors import TrainerError
 from trainer.models.yolo import build_yolo, load_cfg
 
