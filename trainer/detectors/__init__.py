@@ -17,6 +17,7 @@ from trainer.errors import TrainerError
 from trainer.losses.criterion import Criterion, Outputs
 from trainer.models.yolo import load_cfg
 from trainer.weights import checkpoint_file
+from trainer.weights.checkpoint import Checkpoint
 
 EXTRAS = dict.fromkeys(("transformers", "huggingface_hub"), "clusterctl[transformers]")  # by package
 
@@ -166,7 +167,7 @@ def build(cfg: ModelCfg, *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     return build_family(cfg, nc=nc, where=where, hyp=hyp, imgsz=imgsz)
 
 
-def load_weights(weights: str) -> dict[str, Any]:
+def load_weights(weights: str) -> Checkpoint:
     """Load a checkpoint, or a snapshot of the Hugging Face hub: its folder, or hf://OWNER/NAME@COMMIT."""
     folder = Path(weights)
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -175,10 +176,9 @@ def load_weights(weights: str) -> dict[str, Any]:
             "give the folder of a snapshot of the Hugging Face hub, or the file of a checkpoint, such as best.pt in it",
         )
     if folder.is_dir() or weights.startswith("hf://"):
-        loaded: dict[str, Any] = _import("trainer.detectors.transformers_nets:load_snapshot", weights)(
-            weights
-        )
-        return loaded
+        load_snapshot = _import("trainer.detectors.transformers_nets:load_snapshot", weights)
+        snapshot: Checkpoint = load_snapshot(weights)
+        return snapshot
     return checkpoint_file.load(weights)
 
 

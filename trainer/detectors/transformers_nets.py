@@ -26,6 +26,7 @@ from trainer.detectors import Detections, Limits, Parts, best_pairs
 from trainer.errors import TrainerError
 from trainer.losses.criterion import Criterion, ImageSize, Outputs
 from trainer.weights import checkpoint_file
+from trainer.weights.checkpoint import Checkpoint
 
 # The library checks values of tensors in its layers, which a GPU would have to be waited for, and ONNX cannot express.
 os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")
@@ -293,7 +294,7 @@ def parts_of(net: Any, loss: QueryLoss) -> Parts:
     )
 
 
-def load_snapshot(weights: str) -> dict[str, Any]:
+def load_snapshot(weights: str) -> Checkpoint:
     """Load a snapshot of the Hugging Face hub as checkpoint_file.load does a checkpoint.
 
     `weights` is its folder, with config.json and .safetensors, or hf://OWNER/NAME@COMMIT. Nothing in it is executed.

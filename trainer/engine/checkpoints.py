@@ -6,16 +6,15 @@ import itertools
 import os
 import secrets
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from trainer import contract
-from trainer.config import Hyp, Settings
+from trainer.config import Hyp, ModelCfg, Settings
 from trainer.config.settings import option_of
 from trainer.distributed import comm
 from trainer.errors import TrainerError
 from trainer.weights import checkpoint_file
+from trainer.weights.checkpoint import BestCheckpoint, RunCheckpoint, RunState
 
 LAST = checkpoint_file.LAST
 PREVIOUS = checkpoint_file.PREVIOUS
@@ -36,41 +35,54 @@ FREE = {
 }
 
 
-def write(folder: Path, content: dict[str, Any]) -> Path:
+def write(folder: Path, content: RunState) -> Path:
     """Write last.pt, and keep the old one as previous.pt in case of a torn write."""
     last = folder / LAST
-    attempt = int(os.environ.get(contract.ATTEMPT) or 1)
-    checkpoint_file.save(last, {**content, "attempt": attempt}, previous=folder / PREVIOUS)
+    numbered: RunCheckpoint = {**content, "attempt": int(os.environ.get(contract.ATTEMPT) or 1)}
+    checkpoint_file.save(last, numbered, previous=folder / PREVIOUS)
     return last
 
 
-def write_best(folder: Path, content: Mapping[str, Any]) -> None:
+def write_best(folder: Path, content: RunState) -> None:
     """Write best.pt: of a checkpoint's content, the averaged weights, their scores, and what is needed to use them.
 
     These are what the scores belong to and what people share. The optimizer's state and a second copy of the weights
     would make the file three or four times as large. The settings are left out, as they name paths of this machine.
     """
-    weights = {key: content[key] for key in (*checkpoint_file.KEYS, "task")}
-    checkpoint_file.save(folder / BEST, {**weights, "scores": content["at"]["best_scores"]})
+    best: BestCheckpoint = {
+        "format": content["format"],
+        "ema": content["ema"],
+        "epoch": content["epoch"],
+        "hyp": content["hyp"],
+        "cfg": content["cfg"],
+        "names": content["names"],
+        "imgsz": content["imgsz"],
+        "task": content["task"],
+        "scores": content["at"]["best_scores"],
+    }
+    checkpoint_file.save(folder / BEST, best)
 
 
-def newest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+def newest(folder: Path) -> tuple[RunCheckpoint | None, list[str]]:
     """Return the newest readable checkpoint of a folder, or None, and what is wrong with newer ones."""
     wrong: list[str] = []
     for path, _ in _newest_first(folder, wrong):
         try:
-            return checkpoint_file.load(str(path)), wrong
+            content = checkpoint_file.load(str(path))
         except TrainerError as error:  # its tensors cannot be read
             wrong.append(error.message.removeprefix("--weights "))
+            continue
+        if checkpoint_file.is_resumable(content):
+            return content, wrong
     return None, wrong
 
 
-def _newest_first(folder: Path, wrong: list[str] | None = None) -> list[tuple[Path, dict[str, Any]]]:
+def _newest_first(folder: Path, wrong: list[str] | None = None) -> list[tuple[Path, RunCheckpoint]]:
     """Return a folder's readable checkpoints of a run without the values of their tensors, the newest first.
 
     Append to `wrong` why a last.pt that exists gives way to previous.pt: it may be truncated.
     """
-    found = []
+    checkpoints: list[tuple[Path, RunCheckpoint]] = []
     for path in (folder / LAST, folder / PREVIOUS):
         try:
             content = checkpoint_file.load(str(path), device="meta")
@@ -79,11 +91,11 @@ def _newest_first(folder: Path, wrong: list[str] | None = None) -> list[tuple[Pa
                 wrong.append(error.message.removeprefix("--weights "))
             continue
         if checkpoint_file.is_resumable(content):
-            found.append((path, content))
-    return sorted(found, key=lambda each: progress_of(each[1]), reverse=True)
+            checkpoints.append((path, content))
+    return sorted(checkpoints, key=lambda checkpoint: progress_of(checkpoint[1]), reverse=True)
 
 
-def progress_of(content: Mapping[str, Any]) -> tuple[int, int, int]:
+def progress_of(content: RunCheckpoint) -> tuple[int, int, int]:
     """Return a sort key of a run's checkpoints: the later one is greater, and equal keys mean equal contents.
 
     An epoch's last step has two checkpoints, before and after its validation. An attempt without the checkpoints of
@@ -95,12 +107,12 @@ def progress_of(content: Mapping[str, Any]) -> tuple[int, int, int]:
 def find(path: str, project: str) -> Path:
     """Return the folder of `--resume PATH`: a checkpoint's, the folder itself, or the newest in `project` ("last")."""
     if path == "last":
-        found = [p for name in (PREVIOUS, LAST) for p in Path(project).glob(f"*/{name}")]
-        if not found:
+        files = [*Path(project).glob(f"*/{PREVIOUS}"), *Path(project).glob(f"*/{LAST}")]
+        if not files:
             raise TrainerError(
                 f"--resume: no {LAST} in any folder of {project}", f"give its path: --resume .../{LAST}"
             )
-        return max(found, key=lambda path: path.stat().st_mtime).parent
+        return max(files, key=lambda file: file.stat().st_mtime).parent
     folder = Path(path)
     if folder.suffix == ".pt":
         if folder.name not in (LAST, PREVIOUS):
@@ -132,28 +144,30 @@ def _check_resumable(path: Path) -> None:
         )
 
 
-def settings_of(given: Settings, typed: frozenset[str]) -> Settings:
-    """Return the settings of the run of `given.resume`; `typed` are the names of this command line's options.
+def settings_of(typed_settings: Settings, typed: frozenset[str]) -> Settings:
+    """Return the settings of the run of `typed_settings.resume`; `typed` are the names of the options given.
 
     Settings that were not typed are that run's, except those of the machine. Raise TrainerError if a typed one differs
     and would affect the results.
     """
-    folder = find(given.resume, given.project)
-    found = _newest_first(folder)
-    if not found:
+    folder = find(typed_settings.resume, typed_settings.project)
+    checkpoints = _newest_first(folder)
+    if not checkpoints:
         for name in (LAST, PREVIOUS):
             _check_resumable(folder / name)
         raise TrainerError(
             f"--resume {folder}: no readable checkpoint", "start without --resume, or from --weights"
         )
-    saved = found[0][1]["settings"]
+    _, newest_content = checkpoints[0]
+    saved = newest_content["settings"]
     for name in sorted((typed & saved.keys()) - FREE):
-        _compare(name, dataclasses.asdict(given)[name], saved[name])
-    values = {k: v for k, v in saved.items() if k not in _PLACEMENT | (typed & FREE)}
-    return dataclasses.replace(given, **values, resume=str(folder))
+        _compare(name, dataclasses.asdict(typed_settings)[name], saved[name])
+    not_taken = _PLACEMENT | (typed & FREE)
+    taken = {name: value for name, value in saved.items() if name not in not_taken}
+    return dataclasses.replace(typed_settings, **taken, resume=str(folder))
 
 
-def check_same(content: Mapping[str, Any], settings: Settings, data: str, cfg: Mapping[str, Any]) -> None:
+def check_same(content: RunCheckpoint, settings: Settings, data: str, cfg: ModelCfg) -> None:
     """Raise TrainerError if the checkpoint has other settings, fingerprint of the data set `data`, or model `cfg`."""
     if content.get("data", data) != data:
         raise TrainerError(
@@ -163,10 +177,8 @@ def check_same(content: Mapping[str, Any], settings: Settings, data: str, cfg: M
     saved = dict(content["settings"])
     now = dataclasses.asdict(settings)
     if isinstance(saved.get("hyp"), dict):
-        saved["hyp"] = {
-            **dataclasses.asdict(Hyp()),
-            **saved["hyp"],
-        }  # of a version with fewer hyper-parameters
+        # The checkpoint may be of a version with fewer hyper-parameters.
+        saved["hyp"] = {**dataclasses.asdict(Hyp()), **saved["hyp"]}
     for name in sorted(saved.keys() & now.keys() - FREE - _PER_MACHINE):
         _compare(name, now[name], saved[name])
     fitted = {"anchors": None}  # the checkpoint's may be fitted to the data set
@@ -178,7 +190,7 @@ def check_same(content: Mapping[str, Any], settings: Settings, data: str, cfg: M
         )
 
 
-def _compare(name: str, now: Any, before: Any) -> None:
+def _compare(name: str, now: object, before: object) -> None:
     if now != before:
         option = option_of(name)
         raise TrainerError(
@@ -187,7 +199,7 @@ def _compare(name: str, now: Any, before: Any) -> None:
         )
 
 
-def _short(value: Any, other: Any) -> str:
+def _short(value: object, other: object) -> str:
     """Format a value; of a dict, the items that differ from `other`."""
     if isinstance(value, dict) and isinstance(other, dict):
         return ", ".join(f"{k}: {v}" for k, v in value.items() if other.get(k) != v)
@@ -219,15 +231,22 @@ def set_aside(folder: Path) -> str:
     best = folder / BEST
     if not existing and not best.is_file():
         return ""
-    names = (f"before{number if number > 1 else ''}" for number in itertools.count(1))
-    name = next(
-        name for name in names if not any(folder.glob(f"{name}.pt")) and not any(folder.glob(f"{name}-*.pt"))
-    )
+    name = _free_name(folder)
     if best.is_file():
         best.replace(folder / f"{name}-{BEST}")
     for path in existing:  # the newer one last, which replaces the other
         path.replace(folder / f"{name}.pt")
     return f"{name}.pt" if existing else f"{name}-{BEST}"
+
+
+def _free_name(folder: Path) -> str:
+    """Return the first of before, before2, ... that no checkpoint has."""
+    for number in itertools.count(1):
+        name = f"before{number if number > 1 else ''}"
+        is_taken = any(folder.glob(f"{name}.pt")) or any(folder.glob(f"{name}-*.pt"))
+        if not is_taken:
+            return name
+    raise AssertionError  # never: `count` does not end
 
 
 def is_writer(folder: Path, world: comm.World) -> bool:
@@ -250,28 +269,28 @@ def is_writer(folder: Path, world: comm.World) -> bool:
     return world.rank == writer
 
 
-def newest_of_all(folder: Path) -> dict[str, Any] | None:
+def newest_of_all(folder: Path) -> RunCheckpoint | None:
     """Return the newest checkpoint that any rank can read, on every rank; None if no rank has one. A collective.
 
     Without a shared disk each node has its own copy, and a replaced node gets it from another. A damaged checkpoint is
     named on rank 0.
     """
     mine, wrong = newest(folder)
-    damaged = dict.fromkeys(line for each in comm.all_gather(wrong) for line in each)
+    damaged = dict.fromkeys(itertools.chain.from_iterable(comm.all_gather(wrong)))
     if comm.is_rank_zero():
         for line in damaged:
             print(f"warning: {line}; this checkpoint is skipped", file=sys.stderr, flush=True)
-    positions = comm.all_gather(progress_of(mine) if mine else ())
-    if not max(positions) and any(
-        comm.all_gather(any((folder / name).exists() for name in (LAST, PREVIOUS)))
-    ):
+    progresses = comm.all_gather(progress_of(mine) if mine else ())
+    furthest = max(progresses)
+    has_files = any((folder / name).exists() for name in (LAST, PREVIOUS))
+    if not furthest and any(comm.all_gather(has_files)):
         raise TrainerError(
             f"{folder}: its {LAST} and {PREVIOUS} cannot be read, or are not from this trainer",
             "make them readable; to start a new run, move them away",
         )
-    if min(positions) == max(positions):
+    if min(progresses) == furthest:
         return mine
-    return comm.broadcast(mine, source=positions.index(max(positions)))  # type: ignore[no-any-return]
+    return comm.broadcast(mine, source=progresses.index(furthest))  # type: ignore[no-any-return]
 
 
 def share_best(path: Path, epoch: int, writes: bool) -> None:
@@ -295,5 +314,6 @@ def discard_after(path: Path, number: int) -> None:
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for k, line in enumerate(lines) if not k or int(line.split(",")[0]) <= number]
-    checkpoint_file.write_bytes(path, "".join(kept).encode())
+    header = lines[:1]
+    kept = [line for line in lines[1:] if int(line.split(",")[0]) <= number]
+    checkpoint_file.write_bytes(path, "".join([*header, *kept]).encode())

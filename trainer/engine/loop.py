@@ -32,6 +32,7 @@ from trainer.engine.watchdog import Watchdog
 from trainer.errors import TrainerError
 from trainer.tasks import Scores
 from trainer.weights import checkpoint_file
+from trainer.weights.checkpoint import RunCheckpoint, RunState
 
 MAX_SKIPPED = 3  # batches that --on-nan skip may leave out
 # Steps between two reads of the loss on the host, which synchronize a GPU.
@@ -138,7 +139,7 @@ class TrainLoop:
         self.run_dir = run_dir
         self.results = results.Results(run_dir)
         self.saved = time.monotonic(), -1  # time of the last checkpoint and number of its steps
-        self.last: dict[str, Any] | None = None  # the last checkpoint's content, for --on-nan skip
+        self.last: RunState | None = None  # the last checkpoint's content, for --on-nan skip
 
     def begin(self) -> None:
         """Start the run, or resume it from a checkpoint."""
@@ -187,7 +188,7 @@ class TrainLoop:
         if s.on_nan == "skip":
             self.last = checkpoint_file.copied(self._content())
 
-    def _content(self) -> dict[str, Any]:
+    def _content(self) -> RunState:
         """Return the content of a checkpoint. A collective."""
         return {**self.training.state_dict(), "history": self.results.history, "data": self.data}
 
@@ -231,7 +232,7 @@ class TrainLoop:
             if not resumes and (kept := checkpoints.set_aside(folder)):
                 training.display.print(f"{folder}: new run; the previous run's checkpoint is now {kept}")
 
-    def _checkpoint(self) -> dict[str, Any] | None:
+    def _checkpoint(self) -> RunCheckpoint | None:
         """Return the newest checkpoint of the run's folder, else of --resume. A collective."""
         training = self.training
         s = self.training.settings

@@ -1,7 +1,7 @@
 """Loss meter: the loss terms of each step and of the epoch, over all ranks, without waiting for a GPU."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -11,6 +11,13 @@ from trainer.engine.state import NotFinite
 
 NONE = -1  # no step
 _REQUESTS = 2  # values of a sum over the ranks: ranks with a stop signal, ranks whose checkpoint is due
+
+
+class MeterState(TypedDict):
+    """What a checkpoint needs of a rank's meter."""
+
+    pending: Tensor  # float64 (t,): the last step's terms, which are not reduced yet
+    bad: int  # the epoch's first step with a non-finite value, or NONE
 
 
 class LossMeter:
@@ -103,7 +110,7 @@ class LossMeter:
         self.terms = torch.zeros_like(self.terms)
         self._first_bad.fill_(NONE)
 
-    def state_of_rank(self) -> dict[str, object]:
+    def state_of_rank(self) -> MeterState:
         """Return what a checkpoint keeps of this rank: the terms that are not reduced yet, and the first bad step."""
         _record(self._first_bad, self.terms, self.last_step)
         return {"pending": self.terms.double().cpu(), "bad": int(self._first_bad)}

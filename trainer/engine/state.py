@@ -1,13 +1,15 @@
 """Training state: position in the run, results of a step, random seeds, and batch norm's statistics."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from trainer.weights.checkpoint import ShareState
 
 
 @dataclass
@@ -61,10 +63,22 @@ def statistics_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if is_statistic(name)}
 
 
-def merge_stages(ranks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
+class RankState(TypedDict):
+    """What a rank adds to a checkpoint."""
+
+    pending: Tensor  # see MeterState
+    bad: int
+    statistics: list[dict[str, Tensor]]  # batch norm's, of this rank's part of the model and of its average
+
+
+def merge_stages(stages: Sequence[RankState], order: Sequence[str]) -> ShareState:
     """Merge the states of the pipeline stages that process the same images; each stage holds a part of the model."""
     statistics = []
-    for k in range(2):
-        merged = {name: tensor for rank in ranks for name, tensor in rank["statistics"][k].items()}
-        statistics.append([merged[name] for name in filter(is_statistic, order)])
-    return {"pending": sum(rank["pending"] for rank in ranks), "statistics": statistics}
+    for model in range(2):  # the network and its average
+        merged: dict[str, Tensor] = {}
+        for stage in stages:
+            merged |= stage["statistics"][model]
+        statistics.append([merged[name] for name in order if is_statistic(name)])
+    pending = [stage["pending"] for stage in stages]
+    total = sum(pending, start=torch.zeros_like(pending[0]))
+    return {"pending": total, "statistics": statistics}

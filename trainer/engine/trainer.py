@@ -1,11 +1,11 @@
 """Trainer: what a run is made of, and its state dict."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.config import DIGITS, Settings, traits_of
 from trainer.config.settings import layers
@@ -22,6 +22,7 @@ from trainer.engine.optimizer import parameter_groups
 from trainer.engine.schedule import Schedule, too_few_steps
 from trainer.engine.state import (
     NotFinite,
+    RankState,
     StepResult,
     TrainState,
     is_statistic,
@@ -38,6 +39,7 @@ from trainer.strategies.network_with_loss import NetworkWithLoss
 from trainer.strategies.strategy import Conditions, Strategy
 from trainer.tasks import Scores, open_task
 from trainer.weights import checkpoint_file
+from trainer.weights.checkpoint import ShareState, TrainerState
 
 
 class Trainer:
@@ -251,21 +253,24 @@ class Trainer:
         """Return the averaged model's scores over the batches of all ranks. A collective."""
         return self.evaluator(self.strategy.gather_average(), batches, self.device, self.dtype)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> TrainerState:
         """Return all that an exact resume needs, the same on every rank: tensors and plain values. A collective.
 
         Batch norm's statistics within an epoch and the last step's loss terms are stored per rank. Random generators
         need no state: every step seeds them from its number.
         """
-        statistics = [{k: t.cpu() for k, t in statistics_of(model).items()} for model in self.update.models]
-        ranks = comm.all_gather({**self.meter.state_of_rank(), "statistics": statistics})
-        bad = [rank["bad"] for rank in ranks if rank["bad"] != NONE]
-        if bad:
-            raise NotFinite(min(bad))
-        stages = self.strategy.stages
-        shares = [
-            merge_stages(ranks[k : k + stages], self._state_names) for k in range(0, len(ranks), stages)
+        on_cpu = [
+            {name: tensor.cpu() for name, tensor in statistics_of(model).items()}
+            for model in self.update.models
         ]
+        state_of_rank: RankState = {**self.meter.state_of_rank(), "statistics": on_cpu}
+        ranks = comm.all_gather(state_of_rank)
+        bad_steps = [rank["bad"] for rank in ranks if rank["bad"] != NONE]
+        if bad_steps:
+            raise NotFinite(min(bad_steps))
+        stages = self.strategy.stages
+        pipelines = [ranks[first : first + stages] for first in range(0, len(ranks), stages)]
+        shares = [merge_stages(pipeline, self._state_names) for pipeline in pipelines]
         return {
             "format": checkpoint_file.FORMAT,
             **self.update.state_dict(self.strategy, self._state_names),
@@ -283,7 +288,7 @@ class Trainer:
             "imgsz": self.settings.imgsz,
         }
 
-    def load_state_dict(self, content: Mapping[str, Any]) -> None:
+    def load_state_dict(self, content: TrainerState) -> None:
         """Restore the state of `state_dict`, bit for bit on the same number of ranks.
 
         On another number, batch norm's statistics are averaged and the loss terms summed over the saved ranks. The
@@ -298,18 +303,31 @@ class Trainer:
         self._prepare_targets()
         self._prepare_loss()
         self.train_loader.sampler.class_map = content["class_map"]
-        ranks, (number, shares) = content["ranks"], self.strategy.share
-        is_same_count = len(ranks) == shares
-        order = {name: j for j, name in enumerate(filter(is_statistic, self._state_names))}
+        self._load_statistics(content["ranks"])
+        self.meter.load(content["total"], self._pending_of(content["ranks"]), self._last_trained_step())
+
+    def _load_statistics(self, saved_shares: Sequence[ShareState]) -> None:
+        """Restore batch norm's statistics."""
+        share, shares = self.strategy.share
+        row_of = {name: row for row, name in enumerate(filter(is_statistic, self._state_names))}
         for k, model in enumerate(self.update.models):
             for name, tensor in statistics_of(model).items():
-                values = [rank["statistics"][k][order[name]] for rank in ranks]
-                tensor.copy_(values[number] if is_same_count else torch.stack(values).mean(0))
-        pending = (
-            ranks[number]["pending"] if is_same_count else sum(rank["pending"] for rank in ranks) / shares
-        )
+                values = [saved["statistics"][k][row_of[name]] for saved in saved_shares]
+                tensor.copy_(values[share] if len(values) == shares else torch.stack(values).mean(0))
+
+    def _pending_of(self, saved_shares: Sequence[ShareState]) -> Tensor:
+        """Return this rank's loss terms that are not reduced yet."""
+        share, shares = self.strategy.share
+        pending = [saved["pending"] for saved in saved_shares]
         if not self.strategy.computes_loss:
-            pending = torch.zeros_like(pending)
-        earlier = range(self.global_step - 1, -1, -1)
-        last_step = next((n for n in earlier if n not in self.state.skipped), NONE)
-        self.meter.load(content["total"], pending, last_step)
+            return torch.zeros_like(pending[0])
+        if len(pending) == shares:
+            return pending[share]
+        return sum(pending, start=torch.zeros_like(pending[0])) / shares
+
+    def _last_trained_step(self) -> int:
+        """Return the last global step before the next one that was not skipped, or NONE."""
+        for step in range(self.global_step - 1, -1, -1):
+            if step not in self.state.skipped:
+                return step
+        return NONE

@@ -1,7 +1,7 @@
 """Update of the weights: optimizer, loss scaling for fp16, learning rates, and the average of the weights."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,20 @@ from trainer.engine.ema import Ema
 from trainer.engine.optimizer import build_optimizer, set_rates
 from trainer.engine.schedule import Rates, Schedule
 from trainer.strategies.strategy import Strategy
+from trainer.weights.checkpoint import TrainerState
 
 SCALED_GRADIENTS = torch.float16  # its small gradients underflow, so the loss is scaled up
 Groups = Sequence[Sequence[str]]  # the parameter names of each group of the optimizer
+
+
+class UpdateState(TypedDict):
+    """What a checkpoint has of the weights and their optimizer: see `TrainerState`."""
+
+    model: dict[str, Tensor]
+    ema: dict[str, Tensor]
+    updates: int
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any]
 
 
 class WeightUpdate:
@@ -93,7 +104,7 @@ class WeightUpdate:
         self._kept = []
         self.optimizer.zero_grad(set_to_none=not comm.is_distributed())
 
-    def state_dict(self, strategy: Strategy, names: Sequence[str]) -> dict[str, Any]:
+    def state_dict(self, strategy: Strategy, names: Sequence[str]) -> UpdateState:
         """Return the state of the whole model, whose tensors have these `names`, and of its optimizer. A collective."""
         return {
             "model": strategy.model_state(self.model, names),
@@ -103,7 +114,7 @@ class WeightUpdate:
             "scaler": self.scaler.state_dict(),
         }
 
-    def load_state_dict(self, strategy: Strategy, content: Mapping[str, Any]) -> None:
+    def load_state_dict(self, strategy: Strategy, content: TrainerState) -> None:
         """Restore this rank's part of the state."""
         strategy.load_model(self.model, content["model"])
         strategy.load_model(self.ema.model, content["ema"])

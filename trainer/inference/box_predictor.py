@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,14 @@ from trainer.inference.predictors import Prediction, Predictor, drawn_scale
 from trainer.inference.sources import Frame
 from trainer.inference.trained import build_trained
 from trainer.plots import draw_boxes
+from trainer.weights.checkpoint import Checkpoint
 
 
 class BoxPredictor(Predictor):
     """Weights of a detector."""
 
     def __init__(
-        self, content: Mapping[str, Any], weights: str, device: torch.device, dtype: torch.dtype, cfg: str
+        self, content: Checkpoint, weights: str, device: torch.device, dtype: torch.dtype, cfg: str
     ) -> None:
         super().__init__(content, weights, device, dtype, cfg)
         trained = build_trained(content, weights, cfg)

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import torch
 from trainer.data.dataset import Image
 from trainer.detectors import Limits
 from trainer.inference.sources import Frame
+from trainer.weights.checkpoint import Checkpoint
 
 _DRAWN_PX = 700  # side of an image that gets lines and text of size 1
 
@@ -58,7 +58,7 @@ class Predictor(ABC):
     stride = 32  # image sides must be multiples of it
 
     def __init__(
-        self, content: Mapping[str, Any], weights: str, device: torch.device, dtype: torch.dtype, cfg: str
+        self, content: Checkpoint, weights: str, device: torch.device, dtype: torch.dtype, cfg: str
     ) -> None:
         """Build the model of a checkpoint's `content`, from the file `weights`."""
         self.names: list[str] = list(content["names"])

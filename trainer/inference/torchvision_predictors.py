@@ -1,7 +1,6 @@
 """Predictors of torchvision's models: classifiers score the classes, segmentation models give pixels a class."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from trainer.models.torchvision_nets import Classifier, build_classifier, build_
 from trainer.plots import draw_class
 from trainer.plots.segment import coloured
 from trainer.weights import checkpoint_file
+from trainer.weights.checkpoint import Checkpoint
 
 _MOST_CLASSES = 5  # of a classifier's JSON
 
@@ -30,7 +30,7 @@ class _TorchvisionPredictor(Predictor):
     """Weights of one of torchvision's networks."""
 
     def __init__(
-        self, content: Mapping[str, Any], weights: str, device: torch.device, dtype: torch.dtype, cfg: str
+        self, content: Checkpoint, weights: str, device: torch.device, dtype: torch.dtype, cfg: str
     ) -> None:
         super().__init__(content, weights, device, dtype, cfg)
         self._weights = weights

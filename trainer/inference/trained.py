@@ -1,6 +1,5 @@
 """Trained: the detector of a checkpoint, and the precision of its inference."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from trainer.detectors import Parts, build, load_weights, read_cfg
 from trainer.errors import TrainerError
 from trainer.models.precision import native_bf16, pick_dtype, set_tf32
 from trainer.weights import checkpoint_file
+from trainer.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def load_trained(weights: str, cfg: str = "") -> Trained:
     return build_trained(content, weights, cfg)
 
 
-def build_trained(content: Mapping[str, Any], weights: str, cfg: str = "") -> Trained:
+def build_trained(content: Checkpoint, weights: str, cfg: str = "") -> Trained:
     """Build the detector of the `content` of the file `weights`; every tensor must fit.
 
     `cfg` names what builds it, which a checkpoint of a user's own model (by import path) leaves to its user.

@@ -9,22 +9,21 @@ import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from trainer import contract
 from trainer.config.other_models import other_model
 from trainer.errors import TrainerError
 from trainer.weights import download, official, torch_archive
+from trainer.weights.checkpoint import KEYS, Checkpoint, RunCheckpoint, RunState
 
 FORMAT = 1
 LAST = contract.LAST_CHECKPOINT
 PREVIOUS = contract.PREVIOUS_CHECKPOINT
-# Of every file: the averaged weights, and what is needed to use them. Files that a run is resumed from have more.
-KEYS = ("format", "ema", "epoch", "hyp", "cfg", "names", "imgsz")
 
 
 def make_run_dir(environment: Mapping[str, str], project: str, name: str, exist_ok: bool) -> Path:
@@ -88,7 +87,7 @@ def _ownership(path: Path) -> str:
     return f" (we are uid {uid}, {path} belongs to uid {path.stat().st_uid})"
 
 
-def save(path: Path, content: dict[str, Any], previous: Path | None = None) -> None:
+def save(path: Path, content: Checkpoint, previous: Path | None = None) -> None:
     """Write a checkpoint atomically: a reader sees the old or the new one, and `path` exists at every moment.
 
     The old one is kept as `previous`, if given.
@@ -105,10 +104,8 @@ def save(path: Path, content: dict[str, Any], previous: Path | None = None) -> N
             if previous and path.exists():
                 _keep(path, previous)
         _sync_folder(path.parent)
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # torch raises RuntimeError with a full disk's OSError as its context
+    except (OSError, RuntimeError) as error:
+        # torch raises RuntimeError with a full disk's OSError as its context.
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
@@ -143,12 +140,13 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
-def copied(content: Any) -> Any:
-    """Copy nested content, with its tensors on the CPU."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), content)
+def copied(content: RunState) -> RunState:
+    """Copy a checkpoint's content, with its tensors on the CPU."""
+    copy = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), content)
+    return cast(RunState, copy)
 
 
-def load(weights: str, *, device: str = "cpu") -> dict[str, Any]:
+def load(weights: str, *, device: str = "cpu") -> Checkpoint:
     """Load a checkpoint of this trainer, YOLOv5 or ultralytics on the CPU, without running code from the file.
 
     `weights` is a path, a release file's name or a URL (trainer/weights/download.py). All have the averaged weights,
@@ -165,7 +163,7 @@ def load(weights: str, *, device: str = "cpu") -> dict[str, Any]:
         raise other_model("--weights", weights) or TrainerError(what, hint) from None
     except pickle.UnpicklingError:  # pickled objects: another trainer's, or invalid
         try:
-            return {"format": FORMAT, **official.load(str(path))}
+            return cast(Checkpoint, {"format": FORMAT, **official.load(str(path))})
         except TrainerError as error:
             raise other_model("--weights", weights) or error from None
     except Exception as error:  # an unpickler can raise anything on arbitrary bytes
@@ -181,7 +179,7 @@ def load(weights: str, *, device: str = "cpu") -> dict[str, Any]:
         raise _foreign(weights)
     if device != "meta":
         _check_sums(path, weights)
-    return content
+    return cast(Checkpoint, content)
 
 
 def _check_sums(path: str | Path, weights: str) -> None:
@@ -198,12 +196,12 @@ def _check_sums(path: str | Path, weights: str) -> None:
         ) from error
 
 
-def is_resumable(content: Mapping[str, Any]) -> bool:
+def is_resumable(content: Checkpoint) -> TypeGuard[RunCheckpoint]:
     """Return whether a run can be resumed from a checkpoint: best.pt has only weights, last.pt the whole state."""
     return "settings" in content
 
 
-def resumed(resume: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
+def resumed(resume: str, environment: Mapping[str, str] = os.environ) -> Checkpoint | None:
     """Return a checkpoint of the run that is resumed, by --resume or by a launcher's restart; None without one.
 
     A resumed run needs no --weights, and describes its model, whose file may have been moved.
@@ -216,7 +214,7 @@ def resumed(resume: str, environment: Mapping[str, str] = os.environ) -> dict[st
     return None
 
 
-def check_task(content: Mapping[str, Any], task: str, weights: str, hint: str = "") -> None:
+def check_task(content: Checkpoint, task: str, weights: str, hint: str = "") -> None:
     """Raise TrainerError for a checkpoint of another task; `hint` replaces the default hint."""
     trained = content.get("task", "detect")
     if trained != task:
