@@ -147,34 +147,17 @@ class TrainLoop:
         s = self.training.settings
         checkpoints.check_same_everywhere(s)
         self.data = _check_same_data(training)
-        resumes = bool(s.resume) or os.environ.get(contract.ATTEMPT, "1") not in (
-            "",
-            "0",
-            "1",
-        )  # a launcher restarts
+        is_restart = os.environ.get(contract.ATTEMPT, "1") not in ("", "0", "1")  # by a launcher
+        resumes = bool(s.resume) or is_restart
         self._take_folder(resumes)
         content = self._checkpoint() if resumes else None
         training.start(resuming=bool(content))
-        threads = max(1, comm.usable_cores() // training.world.local_size)
-        folders = image_folders(s.data)
-        say = training.display.print
-        training.train_loader.cache(s.cache, folders, training.world, comm.all_gather, threads, say)
+        self._cache_images()
         if self.writes:
             for line in note_left_out(s.data, training.task.left_out, self.run_dir):
                 training.display.print(line)
         if content:
-            training.load_state_dict(content)
-            self.results.history = list(content["history"])
-            best_epoch = training.state.best_epoch + 1 or s.epochs  # with --noval the last one
-            checkpoints.share_best(self.run_dir / checkpoints.BEST, best_epoch, self.writes)
-            step = f"step {training.state.step} of {training.train_loader.steps}"
-            training.display.print(f"resuming in epoch {training.state.epoch + 1} after {step}")
-            before = len(content["ranks"])
-            now = training.strategy.share[1]
-            if before != now:
-                training.display.print(
-                    f"the checkpoint is of a training on {before} ranks, this one has {now}"
-                )
+            self._restore(content)
         if self.writes:
             self.results.write_table()
             checkpoints.discard_after(self.run_dir / "steps.csv", training.logged_steps)
@@ -187,6 +170,30 @@ class TrainLoop:
             self._open_tracker()
         if s.on_nan == "skip":
             self.last = checkpoint_file.copied(self._content())
+
+    def _cache_images(self) -> None:
+        """Keep decoded images as --cache says. A collective."""
+        training = self.training
+        s = training.settings
+        threads = max(1, comm.usable_cores() // training.world.local_size)
+        folders = image_folders(s.data)
+        say = training.display.print
+        training.train_loader.cache(s.cache, folders, training.world, comm.all_gather, threads, say)
+
+    def _restore(self, content: RunCheckpoint) -> None:
+        """Resume from a checkpoint. A collective."""
+        training = self.training
+        training.load_state_dict(content)
+        self.results.history = list(content["history"])
+        best_epoch = training.state.best_epoch + 1 or training.settings.epochs  # with --noval the last one
+        checkpoints.share_best(self.run_dir / checkpoints.BEST, best_epoch, self.writes)
+        step = f"step {training.state.step} of {training.train_loader.steps}"
+        training.display.print(f"resuming in epoch {training.state.epoch + 1} after {step}")
+        ranks_before = len(content["ranks"])
+        _, ranks_now = training.strategy.share
+        if ranks_before != ranks_now:
+            text = f"the checkpoint is of a training on {ranks_before} ranks, this one has {ranks_now}"
+            training.display.print(text)
 
     def _content(self) -> RunState:
         """Return the content of a checkpoint. A collective."""

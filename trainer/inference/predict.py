@@ -6,21 +6,35 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainer.config.inference import PredictSettings
+from trainer.data.dataset import Image
 from trainer.data.progress import bar
 from trainer.distributed import comm
 from trainer.errors import TrainerError
 from trainer.inference.formats import mp4, unique_stems
 from trainer.inference.model import Model
 from trainer.inference.predictors import Prediction, Predictor
-from trainer.inference.sources import SourceError, find_sources, frames, is_video
+from trainer.inference.sources import Frame, SourceError, find_sources, frames, is_video
 from trainer.plots import write_image
 from trainer.weights import checkpoint_file
+
+AppendFrame = Callable[[Image, float], None]  # a drawn frame and the frames per second
+
+
+@dataclass
+class _SourceResult:
+    """Result of one source: an image or a video."""
+
+    frames: int = 0  # 1 for an image
+    counts: Counter[int] = field(default_factory=Counter)  # of the found classes
+    text: str = ""  # of the last frame
+    error: str = ""
 
 
 @dataclass
@@ -38,6 +52,59 @@ class Predictions:
     def summary(self) -> str:
         """The found classes with their numbers, for example `3 cat, 1 dog`."""
         return self.predictor.summary(self.counts)
+
+    def add(self, path: Path, result: _SourceResult) -> None:
+        """Count a source."""
+        self.counts.update(result.counts)
+        if is_video(path):
+            self.frames += result.frames
+        else:
+            self.images += result.frames
+        if result.error:
+            self.unreadable.append(str(path))
+
+
+@dataclass
+class _Outputs:
+    """Prints and writes predictions as the settings say."""
+
+    settings: PredictSettings
+    folder: Path | None
+    predictor: Predictor
+    as_json: bool
+    entries: list[dict[str, Any]] = field(default_factory=list)  # for predictions.json
+
+    def video(self, path: Path, stem: str) -> AbstractContextManager[AppendFrame | None]:
+        """Return the context in which the frames of the source `path` are appended to an MP4 file."""
+        return mp4(self.folder / f"{stem}.mp4", path) if self.folder else contextlib.nullcontext()
+
+    def add(
+        self, prediction: Prediction, frame: Frame, path: Path, stem: str, append_frame: AppendFrame | None
+    ) -> None:
+        """Print and write the prediction of an image, or of a video's frame, of the source `path`."""
+        s = self.settings
+        entry = entry_of(prediction, self.predictor)
+        if self.as_json:
+            print(json.dumps(entry), flush=True)
+        if s.save_json:
+            self.entries.append(entry)
+        if self.folder is None:
+            return
+        if s.save_txt or s.save_masks:
+            name = stem if frame.number is None else f"{stem}_{frame.number}"
+            self.predictor.write(prediction, self.folder, name, with_score=s.save_conf)
+        if s.nosave:
+            return
+        drawn = self.predictor.draw(prediction)
+        if append_frame and frame.number:
+            append_frame(drawn, frame.fps)
+        else:
+            write_image(drawn, self.folder / f"{stem}{path.suffix.lower()}")
+
+    def finish(self) -> None:
+        """Write predictions.json."""
+        if self.folder and self.settings.save_json:
+            checkpoint_file.write_bytes(self.folder / "predictions.json", json.dumps(self.entries).encode())
 
 
 def predict(
@@ -57,63 +124,48 @@ def predict(
     side = model.side(s.imgsz)
     limits = model.limits(s.conf, s.iou, s.max_det, s.classes)
     predictor = model.predictor
-    saves_found = s.save_txt or s.save_masks
-    writes = not s.nosave or saves_found or s.save_json
+    writes = not s.nosave or s.save_txt or s.save_masks or s.save_json
     folder = checkpoint_file.make_run_dir(os.environ, s.project, s.name, s.exist_ok) if writes else None
+    outputs = _Outputs(s, folder, predictor, as_json)
     done = Predictions(folder, predictor)
-    entries: list[dict[str, Any]] = []  # for predictions.json
+    stems = unique_stems([str(path) for path in paths])
     with bar(len(paths)) as move:
-        for path, stem in zip(paths, unique_stems([str(path) for path in paths]), strict=True):
-            counts = Counter[int]()
+        for path, stem in zip(paths, stems, strict=True):
             begin = time.perf_counter()
-            count = 0
-            error = ""
-            text = ""
-            with mp4(folder / f"{stem}.mp4", path) if folder else contextlib.nullcontext() as append_frame:
+            result = _SourceResult()
+            with outputs.video(path, stem) as append_frame:
                 try:
                     for frame in frames(path):
                         move(description=f"{path.name} {frame.number or ''}")
-                        found = predictor(frame, side, limits)
-                        entry = entry_of(found, predictor)
-                        if as_json:
-                            print(json.dumps(entry), flush=True)
-                        if s.save_json:
-                            entries.append(entry)
-                        if folder and saves_found:
-                            name = stem if frame.number is None else f"{stem}_{frame.number}"
-                            predictor.write(found, folder, name, with_score=s.save_conf)
-                        counts.update(predictor.counted(found))
-                        text = predictor.text(found)
-                        if folder and not s.nosave:
-                            drawn = predictor.draw(found)
-                            if append_frame and frame.number:
-                                append_frame(drawn, frame.fps)
-                            else:
-                                write_image(drawn, folder / f"{stem}{path.suffix.lower()}")
-                        count += 1
-                except SourceError as reason:
-                    error = reason.message
+                        prediction = predictor(frame, side, limits)
+                        result.counts.update(predictor.counted(prediction))
+                        result.text = predictor.text(prediction)
+                        outputs.add(prediction, frame, path, stem, append_frame)
+                        result.frames += 1
+                except SourceError as error:  # the frames before it are kept
+                    result.error = error.message
             move(advance=1, description="")
-            done.counts.update(counts)
-            if is_video(path):
-                done.frames += count
-            else:
-                done.images += count
-            if error:
-                done.unreadable.append(str(path))
-                print(f"error: {error}", file=sys.stderr, flush=True)
+            done.add(path, result)
+            if result.error:
+                print(f"error: {result.error}", file=sys.stderr, flush=True)
             elif not as_json:
-                each = 1000 * (time.perf_counter() - begin) / count
-                if is_video(path):
-                    text = f"{count} frames, {predictor.summary(counts)}"
-                print(f"{path}: {text} ({each:.0f} ms{' each' if is_video(path) else ''})", flush=True)
-    if folder and s.save_json:
-        checkpoint_file.write_bytes(folder / "predictions.json", json.dumps(entries).encode())
+                line = _line_of(path, result, predictor, time.perf_counter() - begin)
+                print(line, flush=True)
+    outputs.finish()
     return done
 
 
-def entry_of(found: Prediction, predictor: Predictor) -> dict[str, Any]:
+def _line_of(path: Path, result: _SourceResult, predictor: Predictor, seconds: float) -> str:
+    """Return the line that is printed for a source."""
+    frame_ms = 1000 * seconds / result.frames
+    if is_video(path):
+        return f"{path}: {result.frames} frames, {predictor.summary(result.counts)} ({frame_ms:.0f} ms each)"
+    return f"{path}: {result.text} ({frame_ms:.0f} ms)"
+
+
+def entry_of(prediction: Prediction, predictor: Predictor) -> dict[str, Any]:
     """Return the entry for JSON of an image, or of a video's frame."""
-    number = {} if found.frame is None else {"frame": found.frame}
-    size = {"width": found.rgb.shape[1], "height": found.rgb.shape[0]}
-    return {"source": found.source, **number, **size, **predictor.entries(found)}
+    number = {} if prediction.frame is None else {"frame": prediction.frame}
+    height, width = prediction.rgb.shape[:2]
+    size = {"width": width, "height": height}
+    return {"source": prediction.source, **number, **size, **predictor.entries(prediction)}

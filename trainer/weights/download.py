@@ -51,37 +51,45 @@ def locate(weights: str, environment: Mapping[str, str] = os.environ) -> Path:
         raise TrainerError(
             f"--weights {weights}: a sha256 has 64 hexadecimal digits", f"see: sha256sum {source}"
         )
-    target = Path(source)
-    if source.startswith(("http://", "https://")):
-        # Two URLs can end in the same file name.
-        folder = hashlib.sha256(source.encode()).hexdigest()[:12]
-        name = urllib.parse.unquote(source.partition("?")[0].rpartition("/")[2])
-        if not name:
-            raise TrainerError(f"--weights {weights}: the address names no file")
-        address = source
-        target = _cached(f"{folder}/{name}", environment)
-    elif source in RELEASES and not target.exists():
-        address = f"{environment.get(MIRROR) or RELEASES[source]}/{source}"
-        target = _cached(source, environment)
-    else:
-        address = ""
+    address, target = _address_and_target(weights, source, environment)
     if address:
         with one_per_machine(target.absolute()) as waited:
             if waited and not target.is_file():
                 raise TrainerError(f"--weights {weights}: another process of this machine could not fetch it")
             if not target.is_file():
-                print(f"weights: fetching {address}", flush=True)
-                by_hand = f"put the file there by hand: {target}"
-                if not cache_folders.of_node(environment):
-                    by_hand += "; XDG_CACHE_HOME selects another folder"
-                found = fetch(address, target, wanted, f"--weights {weights}", by_hand)
-                print(f"weights: {target} ({target.stat().st_size / 1e6:.1f} MB, sha256 {found})", flush=True)
+                _fetch_and_report(weights, address, target, wanted, environment)
     if wanted and target.is_file():
-        hint = (
-            "correct the sum, or remove a damaged file: it is downloaded again" if address else _ANOTHER_FILE
-        )
+        hint = _ANOTHER_FILE
+        if address:
+            hint = "correct the sum, or remove a damaged file: it is downloaded again"
         check_sha256(target, wanted, f"--weights {weights}: {target}", hint)
     return target
+
+
+def _address_and_target(weights: str, source: str, environment: Mapping[str, str]) -> tuple[str, Path]:
+    """Return the URL of `source` and its file in the cache; for a path, "" and the path."""
+    if source.startswith(("http://", "https://")):
+        name = urllib.parse.unquote(source.partition("?")[0].rpartition("/")[2])
+        if not name:
+            raise TrainerError(f"--weights {weights}: the address names no file")
+        # Two URLs can end in the same file name.
+        folder = hashlib.sha256(source.encode()).hexdigest()[:12]
+        return source, _cached(f"{folder}/{name}", environment)
+    if source in RELEASES and not Path(source).exists():
+        address = f"{environment.get(MIRROR) or RELEASES[source]}/{source}"
+        return address, _cached(source, environment)
+    return "", Path(source)
+
+
+def _fetch_and_report(
+    weights: str, address: str, target: Path, wanted: str, environment: Mapping[str, str]
+) -> None:
+    print(f"weights: fetching {address}", flush=True)
+    by_hand = f"put the file there by hand: {target}"
+    if not cache_folders.of_node(environment):
+        by_hand += "; XDG_CACHE_HOME selects another folder"
+    digest = fetch(address, target, wanted, f"--weights {weights}", by_hand)
+    print(f"weights: {target} ({target.stat().st_size / 1e6:.1f} MB, sha256 {digest})", flush=True)
 
 
 def _cached(name: str, environment: Mapping[str, str]) -> Path:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,86 +57,120 @@ class Listing:
         return label_file(os.path.join(self.root, self.images[index]))
 
 
+class _Origin(NamedTuple):
+    """Where an image is named: a line of a list; or the image itself, with the line 0, if its folder is."""
+
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The named images and their label files, and what the file system says about both."""
+
+    images: list[str]
+    labels: list[str]
+    stamps: npt.NDArray[np.int64]  # see Listing
+    obstacles: dict[int, tuple[str, str]]  # by image: why it, or its label file, cannot be followed
+
+    def absent(self) -> list[str]:
+        """Return the images at whose paths there is nothing."""
+        return [
+            image for k, image in enumerate(self.images) if self.stamps[k, 0] < 0 and k not in self.obstacles
+        ]
+
+
 def list_split(spec: DataYaml) -> Listing:
     """List the split of `spec`; raise BadData if it has no images."""
     faults: list[Fault] = []
-    images: dict[
-        str, tuple[str, int]
-    ] = {}  # each with the file and line that name it; line 0: the image itself
-    for source in spec.sources:
-        found = (
-            [(path, path, 0) for path in images_below(source)] if source.is_dir() else _images_of_list(source)
-        )
-        if not found:
-            faults.append(Fault(str(spec.path), spec.line, f"no images in {source}", _ENDINGS))
-        for image, file, line in found:
-            if image in images:
-                where = (file, line) if line else (str(spec.path), spec.line)
-                faults.append(Fault(*where, f"{image} is listed twice", "list each image once"))
-            images.setdefault(image, (file, line))
-    if not images:
+    origins = _named_images(spec, faults)
+    if not origins:
         raise BadData(faults)
     root = os.path.dirname(os.path.abspath(spec.path))
-    paths, files, stamps, obstacles = _inspect(images)
-    absent = [
-        path for k, path in enumerate(paths) if stamps[k, 0] < 0 and k not in obstacles and images[path][1]
-    ]
-    if renamed := _in_another_form(absent, root):
+    files = _inspect(origins)
+    absent_of_lists = [image for image in files.absent() if origins[image].line]
+    if renamed := _in_another_form(absent_of_lists, root):
         first = next(iter(renamed))
         what = f"{first}: found as {renamed[first]}{first_of(len(renamed))}"
-        faults.append(Fault(*images[first], what, "nothing needs to be changed", warning=True))
+        faults.append(Fault(*origins[first], what, "nothing needs to be changed", warning=True))
         # If the list also names a file in its own form, that line counts.
-        images = {
-            renamed.get(path, path): images[path]
-            for path in sorted(images, key=lambda path: path not in renamed)
-        }
-        paths, files, stamps, obstacles = _inspect(images)
-    hidden = _unreachable_folders(files, faults)
-    misnamed = _check_label_folders(paths, files, faults)
-    kept = []
-    owners = dict[str, str]()
-    for k, (path, file) in enumerate(zip(paths, files, strict=True)):
-        image_obstacle, label_obstacle = obstacles.get(k, ("", ""))
+        renamed_first = sorted(origins, key=lambda image: image not in renamed)
+        origins = {renamed.get(image, image): origins[image] for image in renamed_first}
+        files = _inspect(origins)
+    kept = _usable_images(files, origins, root, spec, faults)
+    faults += _without_label(files.images, files.labels, files.stamps, kept)
+    images = [files.images[k].removeprefix(root + os.sep) for k in kept]
+    return Listing(root, images, files.stamps[kept], faults)
+
+
+def _named_images(spec: DataYaml, faults: list[Fault]) -> dict[str, _Origin]:
+    """Return the images that the sources of `spec` name, with the first place that names each."""
+    origins: dict[str, _Origin] = {}
+    for source in spec.sources:
+        if source.is_dir():
+            named = [(image, _Origin(image, 0)) for image in images_below(source)]
+        else:
+            named = _images_of_list(source)
+        if not named:
+            faults.append(Fault(str(spec.path), spec.line, f"no images in {source}", _ENDINGS))
+        for image, origin in named:
+            if image in origins:
+                where = origin if origin.line else _Origin(str(spec.path), spec.line)
+                faults.append(Fault(*where, f"{image} is listed twice", "list each image once"))
+            origins.setdefault(image, origin)
+    return origins
+
+
+def _usable_images(
+    files: _Files, origins: dict[str, _Origin], root: str, spec: DataYaml, faults: list[Fault]
+) -> list[int]:
+    """Return the numbers of the images that can be read, with their label files; add a fault for each other."""
+    hidden_folders = _unreachable_folders(files.labels, faults)
+    misnamed = _check_label_folders(files.images, files.labels, faults)
+    usable = []
+    image_of_label: dict[str, str] = {}
+    for k, (image, label) in enumerate(zip(files.images, files.labels, strict=True)):
+        image_obstacle, label_obstacle = files.obstacles.get(k, ("", ""))
+        origin = origins[image]
         if image_obstacle:
-            what = f"{path} {image_obstacle}" if images[path][1] else image_obstacle
-            faults.append(Fault(*images[path], what, _hint(image_obstacle)))
-        elif stamps[k, 0] < 0:
-            hint = f"correct or delete the line{mount_hint(os.path.dirname(path), spec.path)}"
-            hint += (
-                f"; no image below {root}, or more than one, has a path that ends like it"
-                if images[path][1]
-                else ""
-            )
-            faults.append(Fault(*images[path], f"no such image: {path}", hint))
-        elif owners.setdefault(file, path) != path:
-            what = f"shares its label file {file} with {owners[file]}"
-            faults.append(Fault(path, 0, what, "rename one of the images"))
-        elif os.path.dirname(file) in hidden or file in misnamed:
+            what = f"{image} {image_obstacle}" if origin.line else image_obstacle
+            faults.append(Fault(*origin, what, _hint(image_obstacle)))
+        elif files.stamps[k, 0] < 0:
+            faults.append(Fault(*origin, f"no such image: {image}", _absent_hint(image, origin, root, spec)))
+        elif image_of_label.setdefault(label, image) != image:
+            what = f"shares its label file {label} with {image_of_label[label]}"
+            faults.append(Fault(image, 0, what, "rename one of the images"))
+        elif os.path.dirname(label) in hidden_folders or label in misnamed:
             continue  # a fault already
         elif label_obstacle:
-            faults.append(Fault(file, 0, label_obstacle, _hint(label_obstacle)))
+            faults.append(Fault(label, 0, label_obstacle, _hint(label_obstacle)))
         else:
-            kept.append(k)
-    faults += _without_label(paths, files, stamps, kept)
-    return Listing(root, [paths[k].removeprefix(root + os.sep) for k in kept], stamps[kept], faults)
+            usable.append(k)
+    return usable
 
 
-def _inspect(
-    images: Iterable[str],
-) -> tuple[list[str], list[str], npt.NDArray[np.int64], dict[int, tuple[str, str]]]:
-    """Return the images and their label files with the results of `_stamps`."""
+def _absent_hint(image: str, origin: _Origin, root: str, spec: DataYaml) -> str:
+    hint = f"correct or delete the line{mount_hint(os.path.dirname(image), spec.path)}"
+    if origin.line:
+        hint += f"; no image below {root}, or more than one, has a path that ends like it"
+    return hint
+
+
+def _inspect(images: Iterable[str]) -> _Files:
+    """Look at the images and their label files."""
     paths = list(images)
-    files = [label_file(path) for path in paths]
-    return paths, files, *_stamps(paths, files)
+    labels = [label_file(path) for path in paths]
+    stamps, obstacles = _stamps(paths, labels)
+    return _Files(paths, labels, stamps, obstacles)
 
 
 def _in_another_form(absent: Sequence[str], root: str) -> dict[str, str]:
     """Return the file of each absent path of a list that is found below `root` in another form."""
     if not absent:
         return {}
-    known = NamedFiles(root, images_below(Path(root)))
-    found = {path: known.find(os.path.relpath(path, root)) for path in absent}
-    return {path: file for path, file in found.items() if file}
+    named_files = NamedFiles(root, images_below(Path(root)))
+    files = {path: named_files.find(os.path.relpath(path, root)) for path in absent}
+    return {path: file for path, file in files.items() if file}
 
 
 def label_file(image: str) -> str:
@@ -185,8 +220,8 @@ def _is_loop(parent: str, name: str) -> bool:
     return any(os.path.commonpath([os.path.realpath(folder), there]) == there for folder in above)
 
 
-def _images_of_list(listing: Path) -> list[tuple[str, str, int]]:
-    """Return (absolute path, file, line) of each image in a text file of one path per line, relative to that file."""
+def _images_of_list(listing: Path) -> list[tuple[str, _Origin]]:
+    """Return the absolute path of each image in a text file of one path per line, relative to that file."""
     if listing.suffix != ".txt":
         fault = Fault(str(listing), 0, "neither a folder nor a .txt list of images", "correct the data.yaml")
         raise BadData([fault])
@@ -197,12 +232,12 @@ def _images_of_list(listing: Path) -> list[tuple[str, str, int]]:
             [Fault(str(listing), 0, f"cannot be read: {error}", "write one path per line")]
         ) from None
     folder = listing.parent.absolute()
-    numbered = ((number, line.strip()) for number, line in enumerate(lines, 1))
-    return [
-        (os.path.normpath(os.path.join(folder, path)), str(listing), number)
-        for number, path in numbered
-        if path
-    ]
+    images = []
+    for number, line in enumerate(lines, 1):
+        if path := line.strip():
+            image = os.path.normpath(os.path.join(folder, path))
+            images.append((image, _Origin(str(listing), number)))
+    return images
 
 
 def _stamps(images: list[str], files: list[str]) -> tuple[npt.NDArray[np.int64], dict[int, tuple[str, str]]]:
