@@ -41,6 +41,7 @@ from triton.compiler import ASTSource
 
 from trainer.engine.trainer import Trainer
 from trainer.models.blocks import ColourConv2d
+from trainer.strategies.network_with_loss import GPU_OPTIONS
 
 CUDA = torch.device("cuda", 0)
 #: What CUDA reports of an H100.
@@ -176,7 +177,8 @@ def lower(graph: Graph) -> Lowered:
         with FlopCounterMode(display=False) as flops:
             FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
         context = DebugContext()
-        with V.set_debug_handler(context), context, V.set_fake_mode(mode), inductor.patch(compile_threads=1):
+        options = inductor.patch({"compile_threads": 1, **GPU_OPTIONS})
+        with V.set_debug_handler(context), context, V.set_fake_mode(mode), options:
             compile_fx.view_to_reshape(module)
             compile_fx._recursive_post_grad_passes(module, is_inference=False)
             how = {"example_inputs": inputs, "shape_env": mode.shape_env, "is_backward": graph.is_backward}

@@ -1,5 +1,6 @@
 """torch.compile of network and loss: when it is chosen, what cannot be compiled, and eager mode if it fails."""
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from triton.runtime.errors import PTXASError
 
 from tests.unit.settings import settings
@@ -16,10 +18,11 @@ from tests.unit.yolo_folder import squares
 from trainer.__main__ import _choose_caches
 from trainer.config import Hyp
 from trainer.distributed.comm import World
-from trainer.engine.compilation import GRAPHS, PAYS_FROM, choose_mode
+from trainer.engine.compilation import GRAPHS, MODES, PAYS_FROM, choose_mode
 from trainer.engine.events import Events
 from trainer.engine.trainer import Trainer
 from trainer.errors import TrainerError
+from trainer.strategies.network_with_loss import NetworkWithLoss, SumOfOutputs
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -84,6 +87,13 @@ def weights(run: Trainer) -> dict[str, torch.Tensor]:
     for batch in run.batches():
         run.step(batch)
     return run.local_model.state_dict()
+
+
+def test_torch_knows_the_options_for_a_gpu() -> None:
+    """It refuses unknown ones before the first call, which would need the GPU."""
+    whole = NetworkWithLoss(nn.Identity(), SumOfOutputs((1.0,)), contextlib.nullcontext)
+    for mode in MODES.values():
+        whole.compile_with(mode, False, GPU)
 
 
 def test_a_failed_compilation_leaves_an_eager_run(

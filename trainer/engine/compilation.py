@@ -100,7 +100,7 @@ class Compilation:
         )
         if not self._done:
             # Without `dynamic=False`, the second size of the batches would make all kernels dynamic.
-            whole.compile_with(self.mode, None if self._many_shapes else False)
+            whole.compile_with(self.mode, None if self._many_shapes else False, images.device)
             meter.compile()
         self._done.add(size)
         begin = time.monotonic()

@@ -13,6 +13,10 @@ from trainer.data.batch import Targets
 from trainer.losses.criterion import Criterion, ImageSize, Outputs
 from trainer.models.precision import as_input, size_of
 
+#: Inductor's options on a GPU. Batch norm reads five tensors, which is one more than inductor by default computes again:
+#: it would store each result in float32 for the backward pass's two kernels, and read it in both.
+GPU_OPTIONS: dict[str, Any] = {"realize_reads_threshold": 8}
+
 
 class NetworkWithLoss(nn.Module):
     """A network and its loss as one module: what torch.compile compiles, and what DDP wraps.
@@ -60,11 +64,16 @@ class NetworkWithLoss(nn.Module):
         terms = mean_terms(sums, self.criterion.divisors(counts), self.criterion.gains)
         return terms.detach(), terms.sum() * self.criterion.weight(counts[0].float())
 
-    def compile_with(self, mode: str, dynamic: bool | None) -> None:
+    def compile_with(self, mode: str, dynamic: bool | None, device: torch.device) -> None:
         """Compile network and loss as one function, and the division by the counts as another, on their next call."""
-        self._compute = torch.compile(self._eager, mode=mode, dynamic=dynamic)
+        has_graphs = mode == "reduce-overhead"
+        if device.type == "cuda":  # torch takes a mode or options: this is what the mode stands for
+            options = {"triton.cudagraphs": has_graphs, **GPU_OPTIONS}
+            self._compute = torch.compile(self._eager, options=options, dynamic=dynamic)
+        else:
+            self._compute = torch.compile(self._eager, mode=mode, dynamic=dynamic)
         self._loss = torch.compile(self._eager_loss)
-        self._has_graphs = mode == "reduce-overhead"
+        self._has_graphs = has_graphs
 
     def run_eagerly(self) -> None:
         """Undo `compile_with`."""
