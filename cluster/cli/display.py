@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.filesize import decimal
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
@@ -19,7 +18,7 @@ from cluster.cli.console import print_line, print_log_line
 from cluster.spec.model import Plan
 from cluster.spec.node_status import Phase
 from cluster.store import Seen
-from cluster.supervisor import report
+from cluster.supervisor import progress, report, usage
 from cluster.supervisor.display import Display
 from cluster.supervisor.job_state import JobView
 from cluster.supervisor.job_status import UNREACHABLE
@@ -87,34 +86,15 @@ def node_table(
     return table
 
 
-def progress_line(progress: Progress, width: int) -> RenderableType:
-    """Format the progress: `epoch 7/12  ━━━━━━  62 %   loss 1.83   214 images/s   epoch ends in 0:06`.
-
-    What the program did not report is left out.
-    """
-    steps = progress.steps
-    step = progress.step or 0
-    epoch = "" if progress.epoch is None else f"epoch {progress.epoch}"
-    words = [f"{100 * step // steps:3d} %" if steps else ""]
-    if progress.loss is not None:
-        words.append(f"loss {progress.loss:.2f}")
-    if progress.images_per_s is not None:
-        words.append(f"{progress.images_per_s:.0f} images/s")
-    if progress.eta_s is not None:
-        run = "" if progress.run_eta_s is None else f", run in {_clock(progress.run_eta_s)}"
-        words.append(f"epoch ends in {_clock(progress.eta_s)}{run}")
-    bar = ProgressBar(total=steps or 1, completed=step if steps else 0, width=max(10, min(40, width - 91)))
+def progress_line(last: Progress, width: int) -> RenderableType:
+    """Format the progress: `epoch 7/12  ━━━━━━  62 %   loss 1.830   214 images/s   epoch ends in 0:06`."""
+    text = progress.describe(last)
+    percent = "" if text.percent is None else f"{text.percent:3d} %"
+    words = "   ".join(filter(None, (percent, text.loss, text.speed, text.time_left)))
+    bar = ProgressBar(total=100, completed=text.percent or 0, width=max(10, min(40, width - 92)))
     line = Table.grid(padding=(0, 2, 0, 0))
-    epochs = f"/{progress.epochs}" if epoch and progress.epochs is not None else ""
-    line.add_row(epoch + epochs, bar, "   ".join(filter(None, words)))
+    line.add_row(text.epoch, bar, words)
     return line
-
-
-def _clock(seconds: float) -> str:
-    """Format a duration: `0:42`, `1:02:05`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class UsageTable:
@@ -144,36 +124,22 @@ class UsageTable:
 
     def table(self, view: JobView, *, by_rank: bool = True) -> Table:
         """Return a table with a row per rank, or per node. `host` is the memory in use on the machine."""
-        has_gpus = any(row.gpu is not None for node in view.nodes for row in node.ranks)
-        titles = [
-            *(["rank"] if by_rank else []),
-            "CPU",
-            "memory",
-            "host memory",
-            *(["GPU", "GPU memory"] if has_gpus else []),
-        ]
+        titles = ["rank"] if by_rank else []
+        titles += ["CPU", "memory", "host memory"]
+        titles += ["GPU", "GPU memory"] if view.has_gpus else []
         columns = [Column(title, justify="right", no_wrap=True) for title in titles]
         table = Table("  node", *columns, Column("last minute", no_wrap=True), **PLAIN)
         for node in view.nodes:
             if not node.ranks:
                 table.add_row(f"  {node.name}", *[""] * len(titles), Text(node.phase, "dim"))
                 continue
-            host = node.status.usage and node.status.usage.host
-            for rows in [(row,) for row in node.ranks] if by_rank else [node.ranks]:
-                cells = [str(rows[0].rank)] if by_rank else []
-                cells += [f"{sum(row.cpu for row in rows):.1f}", decimal(round(sum(row.rss for row in rows)))]
-                cells.append(report.share(host.total - host.free, host.total) if host else "")
-                if has_gpus:
-                    uses = [row.use for row in rows if row.use is not None]
-                    held = [row for row in rows if row.has_memory]
-                    used, total = (
-                        sum(getattr(row, key) for row in held) for key in ("memory", "memory_total")
-                    )
-                    cells += [
-                        f"{sum(uses) / len(uses):.0f} %" if uses else "",
-                        report.share(used, total) if held else "",
-                    ]
-                table.add_row(f"  {node.name}", *cells, self.spark(rows[0].rank if by_rank else node.name))
+            host = node.status.usage.host if node.status.usage else None
+            for ranks in [(rank,) for rank in node.ranks] if by_rank else [node.ranks]:
+                text = usage.describe(ranks, host)
+                cells = [str(ranks[0].rank)] if by_rank else []
+                cells += [text.cpu, text.memory, text.host_memory]
+                cells += [text.gpu, text.gpu_memory] if view.has_gpus else []
+                table.add_row(f"  {node.name}", *cells, self.spark(ranks[0].rank if by_rank else node.name))
         return table
 
 
@@ -251,7 +217,8 @@ class LiveDisplay(Display):
             )
         unanswering = [node for node in self._view.nodes if node.status.silent]
         silent = [Text(f"{node.name}: {node.status.silent}", "yellow") for node in unanswering]
-        if self._view.progress is None or self._view.done is not None:
+        if self._view.current_progress is None:
             return Group(*silent)
-        usage = [self._usage.table(self._view, by_rank=False)] if len(self._view.nodes) <= _MOST_NODES else []
-        return Group(*silent, *usage, progress_line(self._view.progress, self._console.width))
+        has_table = len(self._view.nodes) <= _MOST_NODES
+        tables = [self._usage.table(self._view, by_rank=False)] if has_table else []
+        return Group(*silent, *tables, progress_line(self._view.current_progress, self._console.width))

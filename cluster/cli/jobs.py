@@ -232,6 +232,7 @@ def status(job: options.JobName, as_json: options.AsJson = False) -> None:
     """Show the phase of each node of a job."""
     from cluster.cli.display import header, node_table
     from cluster.supervisor import job_monitor, notes, report
+    from cluster.supervisor.progress import out_of
 
     records = JobStore()
     now = time.time()
@@ -270,8 +271,9 @@ def status(job: options.JobName, as_json: options.AsJson = False) -> None:
         print_line(out, f"supervisor: {supervisor}{hint}")
         out.print(node_table(view, record.plan, now, last=job_status.last))
     if view.metric is not None:
-        epoch = "newest epoch" if view.metric.epoch is None else f"epoch {view.metric.epoch}"
-        print_line(out, report.scores(view.metric, epoch))
+        epoch = view.metric.epoch
+        title = "newest epoch" if epoch is None else f"epoch {out_of(epoch, view.metric.epochs)}"
+        print_line(out, report.scores(view.metric, title))
     print_line(out, *kept[-_MOST_NOTES:])
     print_line(out, *report.logs_of(record.plan))
 
@@ -321,7 +323,7 @@ def top(
     from rich.live import Live
 
     from cluster.cli.display import UsageTable, header
-    from cluster.supervisor import job_monitor
+    from cluster.supervisor import job_monitor, progress
 
     monitor = job_monitor.JobMonitor(job, JobStore())
     usage = UsageTable()
@@ -335,11 +337,9 @@ def top(
 
     def drawn() -> Group:
         view = monitor.view
-        images_per_s = view.progress.images_per_s if view.progress else None
-        speed = "" if images_per_s is None else f"   {images_per_s:.0f} images/s"
-        return Group(
-            f"{header(monitor.record.plan)}{speed}   {usage.spark('images_per_s')}", usage.table(view)
-        )
+        speed = progress.describe(view.progress).speed if view.progress else ""
+        words = filter(None, (header(monitor.record.plan), speed))
+        return Group("   ".join([*words, usage.spark("images_per_s")]), usage.table(view))
 
     sample()
     if as_json:

@@ -112,11 +112,6 @@ class RankUsage:
     memory_total: float | None = optional(_bytes_total)
     temperature: float | None = optional(amount)
 
-    @property
-    def has_memory(self) -> bool:
-        """Whether the memory of the GPU is known."""
-        return self.memory is not None and self.memory_total is not None
-
     def as_json(self) -> dict[str, object]:
         """Return the fields as the agent writes them."""
         names = ("gpu", "use", "memory", "memory_total", "temperature") if self.gpu is not None else ()

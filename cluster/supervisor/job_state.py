@@ -113,6 +113,16 @@ class JobView:
         return self.metrics[-1] if self.metrics else None
 
     @property
+    def current_progress(self) -> Progress | None:
+        """The last step of a job that is not done; None also before its first step."""
+        return None if self.done else self.progress
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether a rank uses a GPU, as far as its samples show."""
+        return any(rank.gpu is not None for node in self.nodes for rank in node.ranks)
+
+    @property
     def ready_count(self) -> int:
         """The number of nodes that are ready or have succeeded."""
         return sum(node.phase == "ready" or _succeeded(node) for node in self.nodes)

@@ -28,9 +28,10 @@ from markupsafe import Markup
 from cluster.agent.app.node_agent.events import number
 from cluster.spec.model import JobRecord, PastAttempt, Plan
 from cluster.spec.status import RankUsage
-from cluster.supervisor import notes, report
-from cluster.supervisor.job_state import JobView, failing
-from cluster.supervisor.report import SCORES, seconds
+from cluster.supervisor import notes, progress, report, usage
+from cluster.supervisor.job_state import JobView, NodeView, failing
+from cluster.supervisor.progress import SCORES
+from cluster.supervisor.report import seconds
 from cluster.transport import inside
 
 NAME = "report.html"
@@ -236,15 +237,12 @@ def _scores(view: JobView | None, newest: Mapping[str, float], took: str) -> Mar
     """
     metric = view.metric if view else None
     scored = (view.done if view else None) or metric
-    found = scored.scores if scored else newest
-    cells = [
-        (title, f"{value:.3f}") for key, title in SCORES.items() if (value := found.get(key)) is not None
-    ]
-    if epoch := metric.epoch if metric else newest.get("epoch"):
-        epochs = metric.epochs if metric else None
-        cells.append(("epoch", f"{epoch:.0f}" + (f" of {epochs}" if epochs else "")))
-    cells.append(("duration", took))
-    terms = _NOTHING.join(Markup("<div><dt>{}<dd>{}</div>").format(name, text) for name, text in cells)
+    cells = progress.named_scores(scored.scores if scored else newest)
+    epoch = metric.epoch if metric else newest.get("epoch")
+    if epoch:
+        cells["epoch"] = progress.out_of(epoch, metric.epochs if metric else None)
+    cells["duration"] = took
+    terms = _NOTHING.join(Markup("<div><dt>{}<dd>{}</div>").format(*cell) for cell in cells.items())
     return Markup('<dl class="scores">{}</dl>').format(terms)
 
 
@@ -261,91 +259,74 @@ def _failure(plan: Plan, view: JobView) -> Markup:
 
 def _progress(view: JobView) -> Markup:
     """Return a progress bar of the epoch."""
-    progress = view.progress
-    if not progress or view.done:
+    if view.current_progress is None:
         return _NOTHING
-    words = [
-        "" if progress.epoch is None else _of(f"epoch {progress.epoch}", progress.epochs),
-        "" if progress.step is None else _of(f"step {progress.step}", progress.steps),
-        "" if progress.loss is None else f"loss {progress.loss:.3f}",
-        "" if progress.images_per_s is None else f"{progress.images_per_s:.0f} images/s",
-        "" if progress.eta_s is None else f"epoch ends in {seconds(progress.eta_s)}",
-        "" if progress.run_eta_s is None else f"run ends in {seconds(progress.run_eta_s)}",
-    ]
-    bar = Markup('<progress aria-label="progress of the epoch" max="{}" value="{}"></progress>')
-    bar = bar.format(max(progress.steps or 0, 1), progress.step or 0)
-    return Markup("<p>{}<br>{}</p>").format(", ".join(filter(None, words)), bar)
-
-
-def _of(text: str, total: int | None) -> str:
-    return text if total is None else f"{text} of {total}"
+    text = progress.describe(view.current_progress)
+    words = ", ".join(filter(None, (text.epoch, text.step, text.loss, text.speed, text.time_left)))
+    bar = Markup('<progress aria-label="progress of the epoch" max="100" value="{}"></progress>')
+    return Markup("<p>{}<br>{}</p>").format(words, bar.format(text.percent or 0))
 
 
 def _nodes(
     plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: bool, has_ended: bool
 ) -> Markup:
-    """Return a table of the nodes, and one of running ranks with the newest sample of their use and lines over time."""
+    """Return a table of the nodes and, while the job runs, one of its ranks."""
     rows = []
-    ranks = []
-    has_gpus = False
     for index, node in enumerate(plan.nodes):
-        seen = view.nodes[index] if view else None
-        name = node.name
-        cells = [Markup('<a href="logs/{}">{}</a>').format(name, name) if is_live else name]
-        if seen:
-            # The launcher stops what still runs after a failure.
-            is_stopped = has_ended and seen.phase == "ready"
-            phase, note = ("stopped", "") if is_stopped else (seen.phase, seen.shown_note)
-            step = f"{seen.progress.epoch or 0}/{seen.progress.step or 0}" if seen.progress else ""
-            cells += [Markup('<span class="{}">{}</span>').format(_PHASES.get(phase, ""), phase), step, note]
-        rows.append(cells)
-        usage = seen.status.usage if seen and not has_ended else None
-        host = usage.host if usage else None
-        held = report.share(host.total - host.free, host.total) if host else ""
-        for row in usage.ranks if usage else ():
-            has_gpus = has_gpus or row.gpu is not None
-            samples = [each[row.rank] for each in past if row.rank in each]
-            ranks.append(
-                [
-                    str(row.rank),
-                    name,
-                    f"{row.cpu:.1f}",
-                    f"{row.rss / 1e9:.2f} GB",
-                    held,
-                    *_gpu_cells(row, samples),
-                ]
-            )
-    titles = ["node", "phase", "epoch/step", "note"] if view else ["log"]
+        link = Markup('<a href="logs/{}">{}</a>').format(node.name, node.name) if is_live else node.name
+        state = _node_cells(view.nodes[index], has_ended=has_ended) if view else []
+        rows.append([link, *state])
+    titles = ["node", "phase", "progress", "note"] if view else ["log"]
     text = Markup("<h2>Nodes</h2>") + wide_table(titles, rows)
     slowest = view.metric.slowest_rank if view and view.metric else None
     if slowest is not None:
         text += Markup("<p>slowest rank of the last epoch: {}</p>").format(slowest)
-    if ranks:
-        titles = [
-            "rank",
-            "node",
-            "CPU",
-            "memory",
-            "host memory",
-            *(["GPU", "GPU memory", "temperature"] if has_gpus else []),
-        ]
-        table = wide_table(titles, [row[: len(titles)] for row in ranks])
-        count = f"{len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'}"
-        shown = " open" if len(ranks) <= MOST_RANKS else ""
-        text += Markup('<details id="ranks"{}><summary>{}</summary>{}</details>').format(shown, count, table)
+    if view and not has_ended:
+        text += _ranks(view, past)
     return text
 
 
-def _gpu_cells(row: RankUsage, samples: Sequence[RankUsage]) -> list[str]:
+def _node_cells(node: NodeView, *, has_ended: bool) -> list[str]:
+    """Return a node's phase, the last step of its first rank, and a note."""
+    phase: str = node.phase
+    note = node.shown_note
+    if has_ended and phase == "ready":  # the launcher stops what still runs after a failure
+        phase = "stopped"
+        note = ""
+    step = progress.describe(node.progress).position if node.progress else ""
+    return [Markup('<span class="{}">{}</span>').format(_PHASES.get(phase, ""), phase), step, note]
+
+
+def _ranks(view: JobView, past: Sequence[Ranks]) -> Markup:
+    """Return a table of the ranks with the newest sample of their use, and lines over time."""
+    rows = []
+    for node in view.nodes:
+        host = node.status.usage.host if node.status.usage else None
+        for rank in node.ranks:
+            text = usage.describe([rank], host)
+            cells = [str(rank.rank), node.name, text.cpu, text.memory, text.host_memory]
+            samples = [sample[rank.rank] for sample in past if rank.rank in sample]
+            rows.append(cells + _gpu_cells(rank, text, samples))
+    if not rows:
+        return _NOTHING
+    titles = ["rank", "node", "CPU", "memory", "host memory"]
+    if view.has_gpus:
+        titles += ["GPU", "GPU memory", "temperature"]
+    table = wide_table(titles, [row[: len(titles)] for row in rows])
+    count = f"{len(rows)} {'rank' if len(rows) == 1 else 'ranks'}"
+    is_open = " open" if len(rows) <= MOST_RANKS else ""
+    return Markup('<details id="ranks"{}><summary>{}</summary>{}</details>').format(is_open, count, table)
+
+
+def _gpu_cells(rank: RankUsage, text: usage.UsageText, samples: Sequence[RankUsage]) -> list[str]:
     """Return the use, the memory and the temperature of a rank's GPU, each with a line over time; "" if unknown."""
     use = memory = temperature = _NOTHING
-    if row.use is not None:
-        use = _NOTHING + f"{row.use} %" + _line(samples, "use", 100)
-    if row.memory is not None and row.memory_total is not None:
-        held = report.share(row.memory, row.memory_total)
-        memory = _NOTHING + held + _line(samples, "memory", row.memory_total)
-    if row.temperature is not None:
-        temperature = _NOTHING + f"{row.temperature} °C" + _line(samples, "temperature", 100)
+    if text.gpu:
+        use = _NOTHING + text.gpu + _line(samples, "use", 100)
+    if rank.memory_total is not None and text.gpu_memory:
+        memory = _NOTHING + text.gpu_memory + _line(samples, "memory", rank.memory_total)
+    if rank.temperature is not None:
+        temperature = _NOTHING + f"{rank.temperature} °C" + _line(samples, "temperature", 100)
     return [use, memory, temperature]
 
 

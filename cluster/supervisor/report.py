@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from cluster import contract
-from cluster.agent.app.node_agent.events import Progress, Scored
+from cluster.agent.app.node_agent.events import Scored
 from cluster.backends import script
 from cluster.backends.logs import AGENT_PREFIX
 from cluster.spec.model import Plan
 from cluster.spec.status import StalledRank
-from cluster.supervisor import hints
+from cluster.supervisor import hints, progress
 from cluster.supervisor.job_state import JobView, NodeView, Verdict, failing, is_secondary, missing
 
 EXIT_DONE = 0
@@ -24,16 +24,6 @@ LAST_LINES = 25
 # The agent prefixes the lines of local rank 1 with "[1] ", and those of local rank 0 with nothing.
 _OTHER_RANK = re.compile(r"\[(\d+)\] ")
 
-#: Keys of the trainer's events and columns of its results.csv, and what they are called on the terminal, in the report
-#: and in TensorBoard.
-SCORES = {
-    "map50": "mAP50",
-    "map": "mAP50-95",
-    "top1": "top-1",
-    "top5": "top-5",
-    "miou": "mIoU",
-    "accuracy": "pixel accuracy",
-}
 _SIGNALS = {137: " (killed)", 143: " (terminated)", 139: " (crashed: segmentation fault)", 134: " (aborted)"}
 
 
@@ -57,12 +47,9 @@ def size(plan: Plan) -> str:
 
 
 def scores(event: Scored, first: str) -> str:
-    """Format the scores of an event: `epoch 6   mAP50 0.912   mAP50-95 0.684`."""
-    words = [first]
-    for key, title in SCORES.items():
-        if (score := event.score(key)) is not None:
-            words.append(f"{title} {score:.3f}")
-    return "   ".join(words)
+    """Format the scores of an event: `epoch 6/7   mAP50 0.912   mAP50-95 0.684`."""
+    named = progress.named_scores(event.scores)
+    return "   ".join([first, *(f"{name} {score}" for name, score in named.items())])
 
 
 def done(view: JobView, plan: Plan, cwd: str, launched_at: float) -> str:
@@ -128,10 +115,9 @@ def cause(view: JobView, verdict: Verdict) -> str:
     if verdict == "stalled" and (ranks := [rank for node in view.nodes for rank in node.status.stall]):
         return _stall(ranks)
     if verdict == "stalled":
-        where = position(view.progress) if view.progress else "the start"
-        return (
-            f"{', '.join(node.name for node in view.nodes if node.phase == 'ready')}: no step since {where}"
-        )
+        where = progress.describe(view.progress).position if view.progress else "the start"
+        running = ", ".join(node.name for node in view.nodes if node.phase == "ready")
+        return f"{running}: no step since {where}"
     if verdict == "late":
         late = missing(view)
         return "; ".join(
@@ -217,11 +203,6 @@ def _failure(node: NodeView) -> str:
     return f"{node.name}: exit {node.status.exit_code}{_SIGNALS.get(node.status.exit_code or 0, '')}{why}"
 
 
-def share(used: float, total: float) -> str:
-    """Format bytes of a total: `12.1/80.0 GB`."""
-    return f"{used / 1e9:.1f}/{total / 1e9:.1f} GB"
-
-
 def _own_lines(node: NodeView, tail: Iterable[str]) -> list[str]:
     """Return the last lines of the failed rank, or of the whole node if no rank is known."""
     local_rank = node.status.failure.local_rank if node.status.failure else None
@@ -238,15 +219,4 @@ def _own_lines(node: NodeView, tail: Iterable[str]) -> list[str]:
 def _last_progress(node: NodeView) -> str:
     if node.progress is None:
         return "(printed nothing)"
-    return f"(printed nothing; last progress: {position(node.progress, of_steps=True)})"
-
-
-def position(progress: Progress, *, of_steps: bool = False) -> str:
-    """Format where a training is, `epoch 2, step 7` or `epoch 2, step 7 of 63`, without what it did not report."""
-    words = []
-    if progress.epoch is not None:
-        words.append(f"epoch {progress.epoch}")
-    if progress.step is not None:
-        has_steps = of_steps and progress.steps is not None
-        words.append(f"step {progress.step}" + (f" of {progress.steps}" if has_steps else ""))
-    return ", ".join(words) or "unknown"
+    return f"(printed nothing; last progress: {progress.describe(node.progress).position})"

@@ -13,6 +13,7 @@ from cluster import contract
 from cluster.errors import ClusterError
 from cluster.spec.model import Job, JobRecord, Machine
 from cluster.supervisor.job_state import JobView, NodeView, Verdict, failing, is_secondary
+from cluster.supervisor.progress import last_step
 from cluster.supervisor.report import cause, exit_code
 
 NO_RESTARTS = "--max-restarts 0"
@@ -124,9 +125,8 @@ RULES = (
 
 def failure(view: JobView, verdict: Verdict) -> Failure:
     """Return the failure of an attempt with this view and verdict."""
-    progress = view.progress
-    step = (progress.epoch or 0, progress.step or 0) if progress else (0, 0)
-    return Failure(cause(view, verdict), step, verdict == "failed" and _is_program_error(failing(view)[0]))
+    is_program_error = verdict == "failed" and _is_program_error(failing(view)[0])
+    return Failure(cause(view, verdict), last_step(view.progress), is_program_error)
 
 
 def failures(record: JobRecord) -> list[Failure]:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from cluster.supervisor.report import SCORES
+from cluster.supervisor.progress import SCORES
 
 if TYPE_CHECKING:
     from cluster.web.live import LiveJob

@@ -163,7 +163,7 @@ def test_the_use_memory_and_temperature_of_a_gpu_are_lines_over_time(clusterctl,
         # An update keeps the focus of the keyboard, the scroll position and what the user has closed.
         page.keyboard.press("Tab")
         page.keyboard.press("Tab")
-        page.evaluate("table = document.activeElement; table.scrollLeft = 20; ranks.open = false")
+        page.evaluate("table = document.activeElement; table.scrollLeft = 10; ranks.open = false")
         old = line.get_attribute("aria-label")
         expect(line).not_to_have_attribute("aria-label", old)
         assert page.evaluate("[document.activeElement === table, table.className, ranks.open]") == [
@@ -171,7 +171,7 @@ def test_the_use_memory_and_temperature_of_a_gpu_are_lines_over_time(clusterctl,
             "wide",
             False,
         ]
-        assert page.evaluate("table.scrollLeft") == 20
+        assert page.evaluate("table.scrollLeft") == 10
 
 
 def test_files_of_the_run_directory_and_no_others(clusterctl, job):

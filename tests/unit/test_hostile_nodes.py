@@ -173,7 +173,7 @@ def test_altered_events_and_status_files_raise_nowhere(screens):
 def test_the_lines_as_they_were_are_shown(screens):
     events = [line for line in REPORTED if line.startswith(EVENT_MARK) and '"done"' not in line]
     text = screens.show(events, [REPORTED[-2], "{}"], ("alive", "alive"))
-    for words in ("epoch 1 of 2, step 6 of 63", "97 %", "1.1/85.9 GB", "mAP50", "61 °C", "rank 1"):
+    for words in ("epoch 1/2, step 6/63", "97 %", "1.1/85.9 GB", "mAP50", "61 °C", "rank 1"):
         assert words in text, text
 
 

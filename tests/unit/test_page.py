@@ -169,7 +169,7 @@ def test_the_page_begins_with_what_its_reader_wants(record, tmp_path):
         event({"event": "metric", "epoch": 2, "epochs": 7, "map50": float("nan"), "map": float("nan")})
     ]
     view.done = event({"event": "done", "map50": 0.75, "map": 0.5})
-    assert "mAP500.750mAP50-950.500epoch2 of 7" in Tags(page.render(record, view)).text
+    assert "mAP500.750mAP50-950.500epoch2/7" in Tags(page.render(record, view)).text
 
 
 def test_a_section_without_content_has_no_heading(record):

@@ -74,7 +74,7 @@ def test_a_killed_node_is_the_cause_with_its_progress():
     seen = view(progress)
     assert report.cause(seen, "failed") == "node-0: exit 137 (killed)"
     assert report.last_lines(seen, "failed", {"node-0": [], "node-1": ["echo"]}) == [
-        "  node-0 | (printed nothing; last progress: epoch 2, step 7 of 63)"
+        "  node-0 | (printed nothing; last progress: epoch 2, step 7/63)"
     ]
     assert report.exit_code(seen, "failed") == 1
 
