@@ -68,54 +68,56 @@ def load(
             raise UsageError(f"{option}: no {DEFAULT_FILE} in this folder", "name one with --inventory FILE")
         return None
     if hosts:
-        found = inventory.from_hosts(hosts)
+        loaded = inventory.from_hosts(hosts)
     elif hostfile:
-        found = inventory.from_hostfile(_text(hostfile, "--hostfile"), hostfile)
+        loaded = inventory.from_hostfile(_text(hostfile, "--hostfile"), hostfile)
     else:
         from cluster.spec import schema  # imports pydantic and yaml, which only cluster.yaml needs
 
-        found = schema.read(
+        loaded = schema.read(
             _text(path or DEFAULT_FILE, "--inventory"), path or DEFAULT_FILE, table, str(Path.cwd())
         )
     if ssh_config:
         absolute = str(Path.cwd() / Path(ssh_config).expanduser())
-        found = replace(found, machines=tuple(replace(node, ssh_config=absolute) for node in found.machines))
-    for file in {node.ssh_config for node in found.machines if node.ssh_config}:
-        _text(file, "--ssh-config" if ssh_config else f"{found.path}: ssh_config")
-    return inventory.select(found, only) if only else found
+        loaded = replace(
+            loaded, machines=tuple(replace(node, ssh_config=absolute) for node in loaded.machines)
+        )
+    for file in {node.ssh_config for node in loaded.machines if node.ssh_config}:
+        _text(file, "--ssh-config" if ssh_config else f"{loaded.path}: ssh_config")
+    return inventory.select(loaded, only) if only else loaded
 
 
-def complete(found: Inventory) -> Inventory:
+def complete(given: Inventory) -> Inventory:
     """Return the inventory with missing values from the machines, in parallel. Raises the errors of `inspect`."""
-    if inventory.is_complete(found):
-        return found
-    wanted = replace(found, device="any") if found.is_assigned else found  # a login node needs no GPU
-    return replace(found, machines=tuple(each.machine for each in inspect(wanted).values()))
+    if inventory.is_complete(given):
+        return given
+    wanted = replace(given, device="any") if given.is_assigned else given  # a login node needs no GPU
+    return replace(given, machines=tuple(host.machine for host in inspect(wanted).values()))
 
 
 def inspect(given: Inventory) -> dict[str, Found]:
     """Return the facts of every machine by node name; given values stay. Raises one ClusterError for all that fail."""
-    found = parallel.all_of(given.machines, lambda node: _inspect(node, needs_gpus=given.device == "cuda"))
-    without = [name for name, each in found.items() if not each.machine.in_container]
-    if without and len(without) < len(found):
-        engine = next(each.machine.runtime for each in found.values() if each.machine.in_container)
-        why = "\n       ".join(f"{name}: {found[name].engine}" for name in without)
+    facts = parallel.all_of(given.machines, lambda node: _inspect(node, needs_gpus=given.device == "cuda"))
+    without = [name for name, host in facts.items() if not host.machine.in_container]
+    if without and len(without) < len(facts):
+        engine = next(host.machine.runtime for host in facts.values() if host.machine.in_container)
+        why = "\n       ".join(f"{name}: {facts[name].engine}" for name in without)
         hint = f"the other nodes have {engine}: start it there, omit the machine, or use --runtime {BARE.name} for all"
         raise LaunchError(why, hint)
     if all(node.address for node in given.machines):
-        return found
-    for name, address in _addresses(found).items():
-        each = found[name]
+        return facts
+    for name, address in _addresses(facts).items():
+        each = facts[name]
         if not each.machine.address:
             each.machine = replace(each.machine, address=address.number)
             each.network = address.device
             each.notes += addresses.warnings(address)
-    return found
+    return facts
 
 
 def _inspect(node: Machine, *, needs_gpus: bool) -> Found:
     folders = {"run_dir": node.run_dir or inventory.RUN_DIR, "data_dir": node.data_dir or inventory.DATA_DIR}
-    engines = (word for name, each in ENGINES.items() for word in (name, each.info))
+    engines = (word for name, runtime in ENGINES.items() for word in (name, runtime.info))
     done = reach(node).run(scripts.bash(_SCRIPT, "machine", *engines, **folders), timeout_s=_TIMEOUT_S)
     if done.code:
         raise LaunchError(
@@ -156,7 +158,7 @@ def _gpus(node: Machine, fields: Mapping[str, str], *, needed: bool) -> tuple[di
             hint = "repair its driver, or use --device cpu (in cluster.yaml: device: cpu)"
             raise LaunchError(f"{node.name}: nvidia-smi fails: {last}", hint)
         return {}, [f"nvidia-smi fails: {last}"]
-    return {gpu: each.model for gpu, each in nvidia_smi.listed_gpus(fields.get("gpus", "")).items()}, []
+    return {gpu: listed.model for gpu, listed in nvidia_smi.listed_gpus(fields.get("gpus", "")).items()}, []
 
 
 def _runtime(node: Machine, fields: Mapping[str, str]) -> tuple[str, str]:
@@ -180,10 +182,10 @@ def _runtime(node: Machine, fields: Mapping[str, str]) -> tuple[str, str]:
     return BARE.name, f"neither {' nor '.join(ENGINES)} is installed"
 
 
-def _addresses(found: Mapping[str, Found]) -> dict[str, addresses.Address]:
+def _addresses(hosts: Mapping[str, Found]) -> dict[str, addresses.Address]:
     """Choose the addresses from every machine's routes to the addresses of the others."""
     numbers = {
-        name: [each.number for each in addresses.candidates(of.addresses)] for name, of in found.items()
+        name: [address.number for address in addresses.candidates(of.addresses)] for name, of in hosts.items()
     }
 
     def routes(node: Machine) -> dict[str, addresses.Route]:
@@ -192,21 +194,21 @@ def _addresses(found: Mapping[str, Found]) -> dict[str, addresses.Address]:
         words = done.out.split("\0")
         return {number: addresses.route(text) for number, text in zip(words[0::2], words[1::2], strict=False)}
 
-    known = parallel.all_of([each.machine for each in found.values()], routes)
-    logins = {name: each.login for name, each in found.items()}
-    return addresses.choose({name: each.addresses for name, each in found.items()}, known, logins)
+    known = parallel.all_of([host.machine for host in hosts.values()], routes)
+    logins = {name: host.login for name, host in hosts.items()}
+    return addresses.choose({name: host.addresses for name, host in hosts.items()}, known, logins)
 
 
-def device(found: Mapping[str, Found], given: str) -> str:
+def device(hosts: Mapping[str, Found], given: str) -> str:
     """Return `cuda` if every node has GPUs, `cpu` if none has. Raise ClusterError if only some have."""
-    without = [name for name, each in found.items() if not each.gpus]
+    without = [name for name, host in hosts.items() if not host.gpus]
     if given == "cuda" and without:
         hint = "check their drivers with nvidia-smi, or use --device cpu"
         raise ClusterError(f"no GPU on {', '.join(without)}", hint)
     if given != "auto":
         return given
-    if without and len(without) < len(found):
-        others = [name for name in found if name not in without]
+    if without and len(without) < len(hosts):
+        others = [name for name in hosts if name not in without]
         hint = f"omit them: clusterctl init {' '.join(others)}; or use --device cpu for all"
         raise ClusterError(f"nodes without a GPU: {', '.join(without)}; with GPUs: {', '.join(others)}", hint)
     return "cpu" if without else "cuda"

@@ -244,7 +244,7 @@ def _disabled(login: Login) -> dict[str, list[str]]:
         all_of_them = getattr(paramiko.Transport, f"_preferred_{kind}")
         patterns = login.settings.text(keyword).split(",") if login.settings.text(keyword) else ["*"]
         disabled[kind] = [
-            name for name in all_of_them if not any(fnmatchcase(name, each) for each in patterns)
+            name for name in all_of_them if not any(fnmatchcase(name, pattern) for pattern in patterns)
         ]
         if kind == "keys":
             disabled[kind] += [name for name in all_of_them if name not in kinds]

@@ -47,8 +47,8 @@ def explain(login: Login, log: str, printed: str) -> UnreachableError:
         return _refused(login, log, last)
     if "Could not resolve hostname" in last:
         return unresolved(login)
-    if found := re.match(r"ssh: connect to .* port \d+: (.*)", last):
-        return unreachable(login, found[1])
+    if match := re.match(r"ssh: connect to .* port \d+: (.*)", last):
+        return unreachable(login, match[1])
     proxy = next((name for name in ("ProxyJump", "ProxyCommand") if login.settings.text(name.lower())), "")
     said = [line for line in _lines(printed) if not _ENDED.search(line)]
     if proxy and said:
@@ -62,14 +62,14 @@ def _refused(login: Login, log: str, last: str) -> UnreachableError:
         return _error(
             login, "the login asks for a second factor, which clusterctl cannot type", _by_master(login)
         )
-    if found := re.search(r"(?m)^sign_and_send_pubkey: (.*)$", log):
-        return _error(login, f"the login is refused ({found[1]})", f"try by hand: {hand}")
-    if found := re.search(r'(?m)^Load key "(.*)": (bad permissions)$', log):
-        why = f"the login is refused (key {found[1]}: {found[2]})"
-        return _error(login, why, f"run: chmod 600 {shlex.quote(found[1])}")
-    if found := re.search(r"(?m)^debug1: Server accepts key: (.*) \S+ SHA256:", log):
-        hint = f"run: eval $(ssh-agent) && ssh-add {shlex.quote(found[1])}"
-        return _error(login, f"its key {found[1]} has a passphrase and is not in an agent", hint)
+    if match := re.search(r"(?m)^sign_and_send_pubkey: (.*)$", log):
+        return _error(login, f"the login is refused ({match[1]})", f"try by hand: {hand}")
+    if match := re.search(r'(?m)^Load key "(.*)": (bad permissions)$', log):
+        why = f"the login is refused (key {match[1]}: {match[2]})"
+        return _error(login, why, f"run: chmod 600 {shlex.quote(match[1])}")
+    if match := re.search(r"(?m)^debug1: Server accepts key: (.*) \S+ SHA256:", log):
+        hint = f"run: eval $(ssh-agent) && ssh-add {shlex.quote(match[1])}"
+        return _error(login, f"its key {match[1]} has a passphrase and is not in an agent", hint)
     if "Too many authentication failures" in log:
         hint = f"set IdentityFile and IdentitiesOnly yes for {login.settings.text('hostname')} in the ssh configuration"
         return _error(login, "the login is refused (the server has seen too many keys)", hint)
@@ -109,9 +109,9 @@ def _bad_host_key(login: Login, log: str) -> UnreachableError:
 
 def _revoked(login: Login, log: str, fingerprint: str) -> str:
     """Return where the key is revoked, `FILE:LINE` or `FILE`, or ""."""
-    if found := re.search(r"(?m)^Host key .* revoked by file (.*)$", log):
-        line = known_hosts.line_of(found[1], fingerprint)
-        return f"{found[1]}:{line}" if line else found[1]
+    if match := re.search(r"(?m)^Host key .* revoked by file (.*)$", log):
+        line = known_hosts.line_of(match[1], fingerprint)
+        return f"{match[1]}:{line}" if line else match[1]
     if "is marked as revoked" not in log:
         return ""
     marked = [key for key in login.known if key.marker == "@revoked"]

@@ -136,9 +136,9 @@ class _Mirror:
                     return Difference()
         if self.is_link:
             raise self.foreign()
-        found, _ = self.compare(checksum=checksum)
+        changes, _ = self.compare(checksum=checksum)
         # A different time does not mean different content: compare the content then.
-        return self.compare(checksum=True)[0] if found.different and not checksum else found
+        return self.compare(checksum=True)[0] if changes.different and not checksum else changes
 
     def foreign(self) -> ClusterError:
         """Return the error for a link to a folder that is not this machine's."""

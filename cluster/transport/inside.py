@@ -53,8 +53,8 @@ def open_file(folder: str | Path, name: str | Path, mode: Literal["rb", "wb", "a
     *folders, last = Path(path).relative_to(top).parts or (".",)
     at = os.open(top, _FOLDER)
     try:
-        for each in folders:
-            below = os.open(each, _FOLDER, dir_fd=at)
+        for part in folders:
+            below = os.open(part, _FOLDER, dir_fd=at)
             os.close(at)
             at = below
         # O_NONBLOCK: to open a FIFO would wait for its other end.

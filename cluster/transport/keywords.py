@@ -72,7 +72,9 @@ _NEEDS_SSH: dict[str, Callable[[Sequence[str]], bool]] = {
     "userknownhostsfile": _has_tokens,
     "globalknownhostsfile": _has_tokens,
     "preferredauthentications": lambda values: "publickey" not in values[0].split(","),
-    "sendenv": lambda values: any(not any(fnmatchcase(value, each) for each in _LOCALE) for value in values),
+    "sendenv": lambda values: any(
+        not any(fnmatchcase(value, pattern) for pattern in _LOCALE) for value in values
+    ),
 }
 
 

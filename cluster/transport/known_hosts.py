@@ -58,11 +58,11 @@ def files(settings: Settings) -> list[Path]:
 
 def lookup(settings: Settings) -> tuple[KnownKey, ...]:
     """Return the lines that match the host. Unreadable files have none, as for ssh. Raises OSError, TimeoutExpired."""
-    found = _matches(settings, name_of(settings))
-    if not found and not settings.text("hostkeyalias"):
+    matches = _matches(settings, name_of(settings))
+    if not matches and not settings.text("hostkeyalias"):
         # ssh accepts a key of the host's port 22 on another port, but not if that has one.
-        found = _matches(settings, settings.text("hostname").lower())
-    return found
+        matches = _matches(settings, settings.text("hostname").lower())
+    return matches
 
 
 def unreadable(settings: Settings) -> list[str]:
@@ -91,8 +91,8 @@ def _in_file(file: Path, name: str) -> Iterator[KnownKey]:
     done = subprocess.run(argv, capture_output=True, check=False, timeout=_TIMEOUT_S)
     number = 0
     for line in done.stdout.decode(errors="replace").splitlines():
-        if found := _FOUND.match(line):
-            number = int(found[1])
+        if match := _FOUND.match(line):
+            number = int(match[1])
             continue
         fields = line.split()
         marker = fields.pop(0) if line.startswith("@") else ""

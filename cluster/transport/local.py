@@ -25,10 +25,10 @@ class Completed:
     @property
     def by_word(self) -> dict[str, list[str]]:
         """The rests of the lines of stdout, by their first word."""
-        found: dict[str, list[str]] = {}
+        processes: dict[str, list[str]] = {}
         for word, _, rest in (line.partition(" ") for line in self.out.splitlines()):
-            found.setdefault(word, []).append(rest)
-        return found
+            processes.setdefault(word, []).append(rest)
+        return processes
 
     @property
     def last_line(self) -> str:

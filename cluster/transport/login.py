@@ -36,12 +36,16 @@ class Login:
 
 def inspect(node: Machine) -> Login:
     """Return what this machine knows about a node; nothing is sent to it. Raises UnreachableError."""
-    found = settings.read(node)
+    keywords = settings.read(node)
     try:
         usual = settings.defaults().values
-        changed = tuple(keyword for keyword, values in found.values.items() if usual.get(keyword) != values)
-        has_master = bool(found.text("controlpath")) and found.is_strict and answers(Ssh(node, found))
-        return Login(node, found, changed, known_hosts.lookup(found), has_master)
+        changed = tuple(
+            keyword for keyword, values in keywords.values.items() if usual.get(keyword) != values
+        )
+        has_master = (
+            bool(keywords.text("controlpath")) and keywords.is_strict and answers(Ssh(node, keywords))
+        )
+        return Login(node, keywords, changed, known_hosts.lookup(keywords), has_master)
     except FileNotFoundError as error:
         raise UnreachableError(f"this machine: {error.filename} is not installed", settings.INSTALL) from None
     except (ValueError, OSError, RuntimeError, subprocess.TimeoutExpired) as error:

@@ -16,18 +16,18 @@ class ListedGpu(NamedTuple):
 
 def listed_gpus(text: str) -> dict[Gpu, ListedGpu]:
     """Return the GPUs in the output of `nvidia-smi -L`. MIG slices replace their GPU, which no program can use."""
-    found: dict[Gpu, ListedGpu] = {}
+    gpus: dict[Gpu, ListedGpu] = {}
     whole = ListedGpu("", "", ())
     for line in text.splitlines():
         if match := re.match(r"GPU (\d+): (.*) \(UUID: ([^)]+)\)", line):
             whole = ListedGpu(match[2], match[1], (match[3],))
-            found[int(match[1])] = whole
+            gpus[int(match[1])] = whole
         elif match := re.match(r"\s*MIG (\S+) .*\(UUID: (MIG-[\w-]+)\)", line):
-            found.pop(int(whole.gpu_index), None)
-            found[match[2]] = ListedGpu(
+            gpus.pop(int(whole.gpu_index), None)
+            gpus[match[2]] = ListedGpu(
                 f"{whole.model} MIG {match[1]}", whole.gpu_index, (match[2], *whole.uuids)
             )
-    return found
+    return gpus
 
 
 def visible_gpus(listed: str, visible: str | None) -> tuple[Gpu, ...]:
@@ -42,12 +42,12 @@ def visible_gpus(listed: str, visible: str | None) -> tuple[Gpu, ...]:
     chosen: list[Gpu] = []
     for word in visible.split(","):
         word = word.strip()
-        found = [
+        matches = [
             gpu
             for gpu, (_, index, uuids) in gpus.items()
             if word == index or (word and any(uuid.startswith(word) for uuid in uuids))
         ]
-        if not found:
+        if not matches:
             break
-        chosen.append(found[0])
+        chosen.append(matches[0])
     return tuple(dict.fromkeys(chosen))

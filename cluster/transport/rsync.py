@@ -162,14 +162,14 @@ class Rsync:
         return error_of(sender if is_sender else receiver, errors)
 
     def _read(self, line: str) -> None:
-        if found := _CHANGE.fullmatch(line):
-            self.changes.append((found[1], int(found[2]), _unescaped(found[3])))
-        elif found := _UNSAFE.fullmatch(line):
-            self.links_out[_unescaped(found[1])] = _unescaped(found[2])
-        elif found := re.match(r"\s*(\d+)\s+\d+%", line):
-            self._sent(int(found[1]))
-        elif found := re.match(r"Total bytes (?:sent|received): (\d+)", line):
-            self.moved = max(self.moved, int(found[1]))
+        if match := _CHANGE.fullmatch(line):
+            self.changes.append((match[1], int(match[2]), _unescaped(match[3])))
+        elif match := _UNSAFE.fullmatch(line):
+            self.links_out[_unescaped(match[1])] = _unescaped(match[2])
+        elif match := re.match(r"\s*(\d+)\s+\d+%", line):
+            self._sent(int(match[1]))
+        elif match := re.match(r"Total bytes (?:sent|received): (\d+)", line):
+            self.moved = max(self.moved, int(match[1]))
 
 
 def _unescaped(text: str) -> str:
@@ -192,7 +192,7 @@ def reason(errors: str) -> str:
             return line
     # Lines of rsync first: ssh and the login shell also write to stderr.
     for line in sorted(lines, key=lambda line: not line.startswith("rsync: [")):
-        found = re.search(r": ([A-Z][A-Za-z' -]+?)(?: \(\d+\))?$", line)
-        if found and not found[1].startswith("Exiting"):
-            return found[1]
+        match = re.search(r": ([A-Z][A-Za-z' -]+?)(?: \(\d+\))?$", line)
+        if match and not match[1].startswith("Exiting"):
+            return match[1]
     return lines[-1] if lines else "no reason was printed"

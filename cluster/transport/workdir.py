@@ -158,10 +158,10 @@ def send(
 
 def without_copy(plan: Plan, nodes: Sequence[Machine]) -> list[Machine]:
     """Return the nodes that answer and have no copy, for example because their disk was replaced."""
-    found = parallel.each(
+    copies = parallel.each(
         nodes, lambda node: reach(node).run(["test", "-d", f"{plan.dir_on(node)}/{WORKDIR}"]).code
     )
-    return [node for node in nodes if found[node.name] == 1]
+    return [node for node in nodes if copies[node.name] == 1]
 
 
 def fetch(plan: Plan, node: Machine) -> None:
