@@ -144,14 +144,14 @@ class Backend(Traits, abc.ABC):
         """
 
         def look(machine: Machine) -> list[FoundJob]:
-            found = found_on(machine, self.name, self.engines)
-            return [replace(each, runs=each.runs or each.launch_id in supervised) for each in found]
+            jobs = found_on(machine, self.name, self.engines)
+            return [replace(job, runs=job.runs or job.launch_id in supervised) for job in jobs]
 
         return parallel.each(inventory.machines, look)
 
     def remove(self, inventory: Inventory, found: FoundJob) -> None:
         """Remove what a launch has on a machine, by its ID. Raises ClusterError."""
-        machine = next(each for each in inventory.machines if each.name == found.where)
+        machine = next(candidate for candidate in inventory.machines if candidate.name == found.where)
         with waiting(f"{found.job} to exit on {machine.name}", 60):
             processes.stop(machine, found.launch_id, 0, self.engines, timeout_s=60)
 

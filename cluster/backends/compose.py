@@ -90,7 +90,7 @@ class ComposeBackend(Backend):
         if self._docker("image", "inspect", "--format", "{{.Id}}", plan.job.image).code:
             image = plan.job.image
             raise UsageError(f"this machine has no image {image}", how_to_get(image, DOCKER.name))
-        for source in (each.source for each in plan.job.mounts if not Path(each.source).exists()):
+        for source in (mount.source for mount in plan.job.mounts if not Path(mount.source).exists()):
             raise UsageError(f"--mount {source}: no such file or folder on this machine", "check the path")
         # compose would replace the other project's containers
         if others := self._others(plan):
@@ -137,18 +137,18 @@ class ComposeBackend(Backend):
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
         """Return statuses from the agents' status files and `docker inspect`; without a container a node is lost."""
-        (found,) = self.observe_all([plan])
-        if isinstance(found, ClusterError):
-            raise found
-        return found
+        (statuses,) = self.observe_all([plan])
+        if isinstance(statuses, ClusterError):
+            raise statuses
+        return statuses
 
     def observe_all(self, plans: Sequence[Plan]) -> list[Sequence[NodeStatus] | ClusterError]:
         """Run one `docker inspect`."""
         names = [f"{plan.job_id}-{node.name}" for plan in plans for node in plan.nodes]
-        found = self._docker("inspect", "--type", "container", *names)
-        if found.code and "no such container" not in found.err.lower():
+        inspected = self._docker("inspect", "--type", "container", *names)
+        if inspected.code and "no such container" not in inspected.err.lower():
             return [
-                UnreachableError(f"this machine: docker inspect: {found.last_line}", "docker info")
+                UnreachableError(f"this machine: docker inspect: {inspected.last_line}", "docker info")
                 for _ in plans
             ]
         states = {
@@ -156,7 +156,7 @@ class ComposeBackend(Backend):
                 container["Name"].lstrip("/"),
                 (container["Config"]["Labels"] or {}).get(contract.LAUNCH_ID),
             ): container
-            for container in json.loads(found.out or "[]")
+            for container in json.loads(inspected.out or "[]")
         }
 
         def state(plan: Plan, node: Node) -> Mapping[str, Any] | None:
@@ -183,7 +183,7 @@ class ComposeBackend(Backend):
 
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
         """Return `docker exec`."""
-        status = next(each for each in self.observe(record.plan) if each.node == node.name)
+        status = next(candidate for candidate in self.observe(record.plan) if candidate.node == node.name)
         if status.phase in ("exited", "lost"):
             raise UsageError(f"{node.name}: its ranks have exited")
         words = [
@@ -214,10 +214,10 @@ class ComposeBackend(Backend):
     def user(self) -> str:
         """Return root for a rootless engine: root in its containers is the caller on the host."""
         try:
-            found = self._docker("info", "--format", "{{.SecurityOptions}}")
+            options = self._docker("info", "--format", "{{.SecurityOptions}}")
         except UnreachableError:
             return super().user()
-        return "0:0" if found.code == 0 and "rootless" in found.out else super().user()
+        return "0:0" if options.code == 0 and "rootless" in options.out else super().user()
 
     def _down(self, launch_id: str, grace_s: float) -> None:
         """Do what `docker compose down` does, by the launch ID: that would take all that has the project's name.
@@ -244,20 +244,20 @@ class ComposeBackend(Backend):
         """Return the containers and networks of a project with the job's name that are not the job's own."""
         project = f"com.docker.compose.project={plan.job_id}"
         own = f"{contract.LAUNCH_ID}={plan.job.launch_id}"
-        found = []
+        others = []
         for what, networks in (("container", False), ("network", True)):
             ours = self._labelled(own, networks=networks)
             all_of_it = self._labelled(project, networks=networks)
-            found += [f"{what} {each}" for each in all_of_it if each not in ours]
-        return found
+            others += [f"{what} {name}" for name in all_of_it if name not in ours]
+        return others
 
     def _labelled(self, label: str, *, networks: bool = False) -> list[str]:
         """Return the containers, or networks, with a label. Raises UnreachableError if the engine does not answer."""
         command = ("network", "ls", "--quiet") if networks else ("ps", "--all", "--quiet")
-        found = self._docker(*command, "--filter", f"label={label}")
-        if found.code:
-            raise UnreachableError(f"this machine: docker {command[0]}: {found.last_line}", "docker info")
-        return found.out.split()
+        listed = self._docker(*command, "--filter", f"label={label}")
+        if listed.code:
+            raise UnreachableError(f"this machine: docker {command[0]}: {listed.last_line}", "docker info")
+        return listed.out.split()
 
     def _docker(self, *arguments: str) -> Completed:
         return LocalShell().run(["docker", *arguments], timeout_s=30)

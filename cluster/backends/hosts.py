@@ -28,7 +28,7 @@ class HostsBackend(Backend):
         script = poll_script.Script("poll")
         self._monitor = NodeMonitor(
             lambda plan, machine: poll_script.poll(plan, machine, script)[1],
-            lambda plans, machine: [found for _, found in poll_script.poll_all(plans, machine, script)],
+            lambda plans, machine: [statuses for _, statuses in poll_script.poll_all(plans, machine, script)],
         )
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
@@ -51,13 +51,13 @@ class HostsBackend(Backend):
     def survey(self, plan: Plan, joining: Sequence[Machine] = ()) -> dict[str, ClusterError | None]:
         """Run the preflight check on each host alone. `joining` need the others' image and a way to the master, too."""
         hosts = plan.job.hosts
-        found = parallel.each(hosts, lambda host: self._preflight(plan, host, alone=host not in joining))
+        answers = parallel.each(hosts, lambda host: self._preflight(plan, host, alone=host not in joining))
         others_first = sorted(hosts, key=lambda host: host in joining)
-        reports = {host.name: lines for host in others_first if isinstance(lines := found[host.name], list)}
+        reports = {host.name: lines for host in others_first if isinstance(lines := answers[host.name], list)}
         different = preflight.different(plan, reports)
 
         def problem(host: Machine) -> ClusterError | None:
-            report = found[host.name]
+            report = answers[host.name]
             if isinstance(report, ClusterError):
                 return report
             errors = preflight.problems(plan, host, report)

@@ -73,10 +73,10 @@ class NodeMonitor:
         def work(plans: Sequence[Plan], machine: Machine) -> Answers:
             return [self._poll(plan, machine) for plan in plans]
 
-        (found,) = self._observe([plan], _attempt(plan), work)
-        if isinstance(found, ClusterError):
-            raise found
-        return found
+        (answer,) = self._observe([plan], _attempt(plan), work)
+        if isinstance(answer, ClusterError):
+            raise answer
+        return answer
 
     def statuses_of(self, plans: Sequence[Plan], *scope: str) -> list[list[NodeStatus] | ClusterError]:
         """Return what `statuses` returns or raises for each plan, but poll each machine once for all of them.
@@ -137,7 +137,7 @@ class NodeMonitor:
     ) -> list[NodeStatus] | ClusterError:
         """Return the statuses of a plan's nodes from the polls of its machines, or why its state is unknown."""
         unknown: Phase = "starting" if self._silent_is_lost else "pending"
-        found: NodeStatuses = {}
+        statuses: NodeStatuses = {}
         for machine, poll, error in zip(plan.machines, polls, errors, strict=True):
             nodes = plan.nodes_on(machine)
             known = {node.name: poll.statuses.get((_attempt(plan), node.name)) for node in nodes}
@@ -159,7 +159,7 @@ class NodeMonitor:
                     status = replace(status, silent="has not answered yet")
                 elif self._silent_is_lost:
                     status = poll.unless_frozen(plan, status)
-                found[node.name] = status
+                statuses[node.name] = status
         if self._silent_is_lost and all(not poll.statuses and poll.silent_s > LOST_AFTER_S for poll in polls):
             # No machine ever answered: rather this machine's network or keys, and the job's state is unknown.
             answers = next((poll.error for poll in polls if isinstance(poll.error, ClusterError)), None)
@@ -167,7 +167,7 @@ class NodeMonitor:
                 f"{plan.machines[0].name}: does not answer"
             )  # the login may be under way
             return UnreachableError(answers.message, answers.hint) if answers else no_answer
-        return [found[node.name] for node in plan.nodes]
+        return [statuses[node.name] for node in plan.nodes]
 
     def _polls_of(self, keys: Sequence[tuple[object, ...]]) -> list["_MachinePoll"]:
         """Return the polls of these machines, and forget those that were not used for some time."""
@@ -262,15 +262,15 @@ class _MachinePoll:
 
     def _run(self, work: Callable[[], dict[_Key, NodeStatus | ClusterError]]) -> None:
         try:
-            found = work()
+            answer = work()
             self._polled_at = self._clock()
-            self._heartbeats = {key: seen for key, seen in self._heartbeats.items() if key in found}
-            for key, status in found.items():
+            self._heartbeats = {key: seen for key, seen in self._heartbeats.items() if key in answer}
+            for key, status in answer.items():
                 if isinstance(status, ClusterError):
                     continue
                 if status.heartbeat != self._heartbeats.get(key, (0.0, 0.0))[0]:
                     self._heartbeats[key] = (status.heartbeat, self._polled_at)
-            self.statuses = found
+            self.statuses = answer
             self.error = None
             self._answered_at = self._polled_at
         except (
@@ -318,10 +318,10 @@ def _found(
     work: Callable[[Sequence[Plan], Machine], Answers], plans: Sequence[Plan], machine: Machine
 ) -> dict[_Key, NodeStatus | ClusterError]:
     """Return what `work` finds of each node of the plans on a machine."""
-    found: dict[_Key, NodeStatus | ClusterError] = {}
+    answers: dict[_Key, NodeStatus | ClusterError] = {}
     for plan, answer in zip(plans, work(plans, machine), strict=True):
         if isinstance(answer, ClusterError):
-            found |= {(_attempt(plan), node.name): answer for node in plan.nodes_on(machine)}
+            answers |= {(_attempt(plan), node.name): answer for node in plan.nodes_on(machine)}
         else:
-            found |= {(_attempt(plan), name): status for name, status in answer.items()}
-    return found
+            answers |= {(_attempt(plan), name): status for name, status in answer.items()}
+    return answers

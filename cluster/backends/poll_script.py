@@ -117,8 +117,8 @@ def _run(
 
 
 def _parsed(plan: Plan, machine: Machine, script: Script, lines: Sequence[str]) -> Answer:
-    found = {}
+    answers = {}
     for index, node in enumerate(plan.nodes_on(machine)):
         state, why, agent = lines[script.head + 4 * index :][:3]
-        found[node.name] = node_status.from_agent(node.name, parse(agent), state, why)
-    return list(lines[: script.head]), found
+        answers[node.name] = node_status.from_agent(node.name, parse(agent), state, why)
+    return list(lines[: script.head]), answers

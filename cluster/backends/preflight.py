@@ -56,7 +56,7 @@ def problems(plan: Plan, machine: Machine, report: Sequence[str]) -> list[UsageE
     """Return an error for each thing that a machine lacks."""
     where = machine.name
     python = plan.job.python
-    found = []
+    errors = []
     for line in report:
         word, _, text = line.partition(" ")
         if word == "no_rsync" and plan.is_elsewhere(machine):
@@ -99,8 +99,8 @@ def problems(plan: Plan, machine: Machine, report: Sequence[str]) -> list[UsageE
             hint = machine.hint_for_missing(text)
         else:
             continue
-        found.append(UsageError(f"{where}: {why}", hint))
-    return found + (
+        errors.append(UsageError(f"{where}: {why}", hint))
+    return errors + (
         _gpu_problems(machine.name, plan.gpus_on(machine), report) if plan.job.device == "cuda" else []
     )
 
@@ -112,13 +112,13 @@ def _gpu_problems(where: str, gpus: Sequence[Gpu], report: Sequence[str]) -> lis
     here = ", ".join(map(str, listed)) or text.partition("\n")[0] or "none"
     hint = f"in cluster.yaml, correct gpus of {where}; or use --device cpu"
     absent = [gpu for gpu in gpus if gpu not in listed]
-    found = [UsageError(f"{where}: no GPU {gpu}: nvidia-smi lists {here}", hint) for gpu in absent]
+    errors = [UsageError(f"{where}: no GPU {gpu}: nvidia-smi lists {here}", hint) for gpu in absent]
     facts = dict(
         line.partition("=")[::2] for line in reversed(report)
     )  # Python imports the first of two packages
     if "compat" not in facts and (why := driver_problem(facts.get("driver", ""), facts.get("cuda", ""))):
-        found.append(UsageError(f"{where}: {why}", f"on {where}: {NEWER_DRIVER}"))
-    return found
+        errors.append(UsageError(f"{where}: {why}", f"on {where}: {NEWER_DRIVER}"))
+    return errors
 
 
 def different(plan: Plan, reports: Mapping[str, Sequence[str]]) -> dict[str, UsageError]:
@@ -131,32 +131,32 @@ def different(plan: Plan, reports: Mapping[str, Sequence[str]]) -> dict[str, Usa
     }
     first, wanted = next(iter(images.items()), ("", ""))
     hint = "copy this machine's image to all of them: add --push to the command"
-    found = {}
+    errors = {}
     for name, image in images.items():
         if image != wanted:
             why = f"its image {plan.job.image} is {short_id(image)}, but on {first} it is {short_id(wanted)}"
-            found[name] = UsageError(f"{name}: {why}", hint)
-    return found
+            errors[name] = UsageError(f"{name}: {why}", hint)
+    return errors
 
 
 def conflicts(plan: Plan, machine: Machine, report: Sequence[str]) -> list[UsageError]:
     """Return an error for each thing there that another job or program has: the name, GPUs, the master's port."""
     where = machine.name
-    found: list[UsageError] = []
+    errors: list[UsageError] = []
     for line in report:
         word, _, text = line.partition(" ")
         if word == "exists":
             hint = "choose another name: --name NAME"
-            found.append(NameTakenError(f"{where}: {text} already exists", hint))
+            errors.append(NameTakenError(f"{where}: {text} already exists", hint))
         elif word == "runs":
-            found.append(name_taken(plan.job_id, where, text))
+            errors.append(name_taken(plan.job_id, where, text))
         elif word == "held" and (holder := text.split()[0]) != plan.job_id:
-            found.append(gpus_held(where, holder))
+            errors.append(gpus_held(where, holder))
         elif word == "port":
             hint = "choose another port, or let clusterctl choose: --master-port auto"
             text = re.sub(r' users:\(\("([^"]*)",(pid=\d+).*', r" by \1 (\2)", text)  # as `ss` prints it
-            found.append(PortTakenError(f"{where}: port {plan.master_port} is {text}", hint))
-    return found
+            errors.append(PortTakenError(f"{where}: port {plan.master_port} is {text}", hint))
+    return errors
 
 
 def name_taken(job_id: str, where: str, what: str) -> NameTakenError:
@@ -187,7 +187,7 @@ def lost_race(plan: Plan, where: str, job: str) -> ClusterError:
 def refuse(errors: Sequence[UsageError]) -> None:
     """Raise the errors of all nodes as one: the problems, else the conflicts of one kind. A taken port comes last."""
     for kind in (UsageError, NameTakenError, GpusHeldError, PortTakenError):
-        if found := [error for error in errors if type(error) is kind]:
-            messages = dict.fromkeys(error.message for error in found)
-            hints = dict.fromkeys(error.hint for error in found if error.hint)
+        if of_kind := [error for error in errors if type(error) is kind]:
+            messages = dict.fromkeys(error.message for error in of_kind)
+            hints = dict.fromkeys(error.hint for error in of_kind if error.hint)
             raise kind("\n       ".join(messages), "\n      ".join(hints))

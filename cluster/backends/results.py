@@ -53,7 +53,7 @@ def _collect(plan: Plan) -> list[str]:
     copied = interruptible(lambda: parallel.each(remote, copy_logs))  # Ctrl-C ends all of these transfers
     errors = {name: error for name, error in copied.items() if error is not None}
     failures = [f"not copied: {error.message}" for error in errors.values()]
-    answering = [each for each in remote if not isinstance(errors.get(each.name), UnreachableError)]
+    answering = [node for node in remote if not isinstance(errors.get(node.name), UnreachableError)]
     if answering and plan.is_elsewhere(plan.nodes[0].machine):
         source = answering[0]
         copies: list[Callable[[], object]] = [

@@ -215,8 +215,8 @@ class KubernetesBackend(Backend):
 
         Raises UsageError, NameTakenError or GpusHeldError; UnreachableError if the API server does not answer.
         """
-        if found := self.problem():
-            raise UsageError(*found)
+        if problem := self.problem():
+            raise UsageError(*problem)
         needs = preflight.Needs(
             plan.job_id,
             plan.attempt == 1,
@@ -225,7 +225,9 @@ class KubernetesBackend(Backend):
             secrets=bool(plan.job.secrets),
             gpu_resource=manifests.options_of(job).gpu_resource,
             own=frozenset(
-                each["metadata"]["name"] for each in _documents(plan) if each["kind"] == "ConfigMap"
+                document["metadata"]["name"]
+                for document in _documents(plan)
+                if document["kind"] == "ConfigMap"
             ),
         )
         self._skipped[plan.job_id] = preflight.check(_client(plan), needs)
@@ -246,7 +248,9 @@ class KubernetesBackend(Backend):
                     client.delete("secrets", _selector(plan, all_attempts=True))
                 values = manifests.secret(plan.job, manifests.options_of(plan.job), secrets)
                 secret = client.create(_as_text([manifests.launched_by(values, _user())]))
-            client.create(_as_text([manifests.launched_by(each, _user()) for each in _documents(plan)]))
+            client.create(
+                _as_text([manifests.launched_by(document, _user()) for document in _documents(plan)])
+            )
         except ClusterError as error:
             if isinstance(error, QuotaError) and plan.attempt > 1:
                 attempt.retries.give_up(error.message, kinds=("ConfigMap", "Service", "Pod"))
@@ -328,12 +332,12 @@ class KubernetesBackend(Backend):
         for index, plan in enumerate(plans):
             spaces.setdefault(_space(plan), []).append(index)
         names = {str(number): space for number, space in enumerate(spaces)}
-        found = parallel.each(
+        statuses_of_space = parallel.each(
             [*names],
             lambda name: self._monitor.statuses_of([plans[k] for k in spaces[names[name]]], *names[name]),
         )
         made: dict[int, Sequence[NodeStatus] | ClusterError] = {}
-        for name, answers in found.items():
+        for name, answers in statuses_of_space.items():
             of_space = spaces[names[name]]
             each = [answers] * len(of_space) if isinstance(answers, ClusterError) else answers
             made |= dict(zip(of_space, each, strict=True))
@@ -420,13 +424,13 @@ class KubernetesBackend(Backend):
             for pod in listed
             if pod["status"].get("phase") in ("Pending", "Running")
         }
-        found = []
+        jobs = []
         for launch, kinds in sorted(of_launch.items()):
             is_own = launch.user == _user()
             runs = launch.id in running or launch.id in supervised
             what = (self.name, self.name, launch.job, launch.id, launch.user)
-            found.append(FoundJob(*what, is_own=is_own, runs=runs, counts=Counter(kinds)))
-        return {self.name: found}
+            jobs.append(FoundJob(*what, is_own=is_own, runs=runs, counts=Counter(kinds)))
+        return {self.name: jobs}
 
     def remove(self, inventory: Inventory, found: FoundJob) -> None:
         """Delete everything of a launch, and wait for its end. Raises ClusterError."""
@@ -510,8 +514,8 @@ class KubernetesBackend(Backend):
         if retries.due_at is None or retries.clock() < retries.due_at:
             return []
         try:
-            wanted = [each for each in _documents(plan) if each["kind"] in retries.kinds]
-            client.create(_as_text([manifests.launched_by(each, _user()) for each in wanted]))
+            wanted = [document for document in _documents(plan) if document["kind"] in retries.kinds]
+            client.create(_as_text([manifests.launched_by(document, _user()) for document in wanted]))
         except QuotaError as error:
             retries.give_up(error.message, kinds=retries.kinds)
             return []

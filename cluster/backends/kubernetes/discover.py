@@ -21,14 +21,14 @@ def settings() -> tuple[dict[str, Any], list[str]]:
     context = current["name"]
     namespace = current["context"].get("namespace") or "default"
     client.text("get", "pods", "--output=name")  # the cluster answers, and accepts the user
-    found: dict[str, Any] = {"context": context, "namespace": namespace}
+    section: dict[str, Any] = {"context": context, "namespace": namespace}
     resource, notes = _gpus(client)
     if resource:
-        found["gpu_resource"] = resource
+        section["gpu_resource"] = resource
     claims, more = _shared_claims(client)
     if len(claims) == 1:
-        found["runs"] = {"claim": claims[0]}
-    return found, [f"context {context}, namespace {namespace}", *notes, *more]
+        section["runs"] = {"claim": claims[0]}
+    return section, [f"context {context}, namespace {namespace}", *notes, *more]
 
 
 def _gpus(client: Kubectl) -> tuple[str, list[str]]:
@@ -46,7 +46,7 @@ def _gpus(client: Kubectl) -> tuple[str, list[str]]:
     if not counts:
         return "", [f"{len(nodes)} nodes, none with a GPU that pods may use"]
     best = max(counts, key=lambda name: sum(counts[name]))
-    lines = [f"{sum(each)} x {name} on {len(each)} of {len(nodes)} nodes" for name, each in counts.items()]
+    lines = [f"{sum(gpus)} x {name} on {len(gpus)} of {len(nodes)} nodes" for name, gpus in counts.items()]
     return best, lines
 
 
@@ -57,7 +57,9 @@ def _shared_claims(client: Kubectl) -> tuple[list[str], list[str]]:
     except ClusterError as error:
         return [], [f"volumes: not known ({error.message}); set runs: {{claim: NAME}}"]
     shared = [
-        each["metadata"]["name"] for each in claims if "ReadWriteMany" in each["spec"].get("accessModes", ())
+        claim["metadata"]["name"]
+        for claim in claims
+        if "ReadWriteMany" in claim["spec"].get("accessModes", ())
     ]
     if not shared:
         return [], ["no PersistentVolumeClaim that all pods can mount: checkpoints disappear with their pod"]

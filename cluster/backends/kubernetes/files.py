@@ -109,10 +109,10 @@ def send(
             process.stdin.close()
         answer = process.stdout.read().decode(errors="replace")
         error = process.end(_END_S)
-    found = re.search(r"^unpacked (\d+) True$", answer, re.MULTILINE)
-    if not found:
+    match = re.search(r"^unpacked (\d+) True$", answer, re.MULTILINE)
+    if not match:
         raise error or UnreachableError(f"{pod}: the connection broke while files were sent")
-    return int(found[1])
+    return int(match[1])
 
 
 def fetch(
@@ -192,8 +192,8 @@ def _is_excluded(name: str, patterns: Sequence[str]) -> bool:
 def _have(top: Path) -> dict[str, list[int]]:
     """Return size and time of the files below a folder, by path."""
     paths = [Path(where, name) for where, _, names in os.walk(top) for name in names]
-    found = {path.relative_to(top).as_posix(): _time_and_size(path) for path in paths}
-    return {name: [about[1], about[0]] for name, about in found.items() if about is not None}
+    existing = {path.relative_to(top).as_posix(): _time_and_size(path) for path in paths}
+    return {name: [about[1], about[0]] for name, about in existing.items() if about is not None}
 
 
 def _time_and_size(path: Path) -> tuple[int, int] | None:

@@ -171,8 +171,8 @@ def error_of(stderr: str, code: int = 1) -> ClusterError:
     text = "\n".join(lines) or stderr.strip()
     first = _PREFIX.sub("", lines[0]) if lines else f"kubectl: exit {code}"
     for rule in _RULES:
-        if found := re.search(rule.pattern, text):
-            groups = [group for group in found.groups() if group is not None]
+        if match := re.search(rule.pattern, text):
+            groups = [group for group in match.groups() if group is not None]
             return rule.kind(rule.message.format(*groups, all=first), rule.hint.format(*groups))
     return ClusterError(f"kubectl: {first}")
 
@@ -203,8 +203,8 @@ class Kubectl:
 
     def get(self, kind: str, *words: str, timeout_s: float = CALL_S) -> list[Document]:
         """Return the objects of a kind; `words` are names, or a selector. Raise NotFoundError for a missing name."""
-        found = json.loads(self.text("get", kind, *words, "--output=json", timeout_s=timeout_s) or "{}")
-        return list(found["items"]) if "items" in found else [found]
+        answer = json.loads(self.text("get", kind, *words, "--output=json", timeout_s=timeout_s) or "{}")
+        return list(answer["items"]) if "items" in answer else [answer]
 
     def create(self, text: str, *, dry_run: bool = False) -> list[str]:
         """Create the objects of a manifest and return their names, `pod/x`; with `dry_run` the server only checks it.
@@ -312,8 +312,8 @@ def problem() -> tuple[str, str] | None:
 
 
 def _require() -> None:
-    if found := problem():
-        raise UsageError(*found)
+    if missing := problem():
+        raise UsageError(*missing)
 
 
 def _environment() -> dict[str, str]:

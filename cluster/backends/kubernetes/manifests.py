@@ -195,8 +195,8 @@ def secret(job: Job, options: Options, values: Mapping[str, str]) -> Document:
 
 def labels(job: Job, attempt: int = 0) -> dict[str, str]:
     """Return the labels by which the objects of a job are found, or those of one attempt."""
-    found = {MANAGED_BY: "clusterctl", JOB_LABEL: job.name, LAUNCH_LABEL: job.launch_id}
-    return {**found, ATTEMPT_LABEL: str(attempt)} if attempt else found
+    of_job = {MANAGED_BY: "clusterctl", JOB_LABEL: job.name, LAUNCH_LABEL: job.launch_id}
+    return {**of_job, ATTEMPT_LABEL: str(attempt)} if attempt else of_job
 
 
 def launched_by(document: Document, user: str) -> Document:
@@ -272,7 +272,7 @@ def comment(job: Job, options: Options, *, attempt: int) -> list[str]:
     if inputs(job):
         kept = kept_workdir(job, options)
         paths = shlex.join(
-            input_path(each) for each in inputs(job) if not (kept and each.target == job.workdir)
+            input_path(mount) for mount in inputs(job) if not (kept and mount.target == job.workdir)
         )
         pods = " ".join(pod_name(job, attempt, rank) for rank in range(job.nodes))
         lines.append("The pods wait for files of this machine. Once their init containers run:")
@@ -413,10 +413,15 @@ def _tolerations(job: Job, options: Options) -> list[Document]:
     if job.device == "cuda":
         taints = dict.fromkeys([f"{options.gpu_resource.partition('/')[0]}/gpu", options.gpu_resource])
         made = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
-    for each in options.tolerations:
-        operator = each.operator or ("Equal" if each.value else "Exists")
-        fields: Document = {"key": each.key, "operator": operator, "value": each.value, "effect": each.effect}
-        made.append(_given({**fields, "tolerationSeconds": each.seconds}))
+    for toleration in options.tolerations:
+        operator = toleration.operator or ("Equal" if toleration.value else "Exists")
+        fields: Document = {
+            "key": toleration.key,
+            "operator": operator,
+            "value": toleration.value,
+            "effect": toleration.effect,
+        }
+        made.append(_given({**fields, "tolerationSeconds": toleration.seconds}))
     return made
 
 
@@ -448,9 +453,9 @@ def _volumes(job: Job, options: Options, attempt: int) -> tuple[list[Document], 
         ("shm", {"emptyDir": memory}, {"mountPath": "/dev/shm"}),
         (RUNS_VOLUME, _source(runs.claim, runs.host_path), {"mountPath": RUNS, "subPath": runs.sub_path}),
     ]
-    for each in options.volumes:
-        mount = {"mountPath": each.path, "subPath": each.sub_path, "readOnly": each.read_only or None}
-        wanted.append(("", _source(each.claim, each.host_path, each.empty_dir), mount))
+    for volume in options.volumes:
+        mount = {"mountPath": volume.path, "subPath": volume.sub_path, "readOnly": volume.read_only or None}
+        wanted.append(("", _source(volume.claim, volume.host_path, volume.empty_dir), mount))
     wanted += [
         ("", _source(None, mount.source), {"mountPath": mount.target, "readOnly": mount.read_only or None})
         for mount in job.mounts
@@ -471,9 +476,9 @@ def _volumes(job: Job, options: Options, attempt: int) -> tuple[list[Document], 
         made = {"name": name or f"volume-{len(volumes) - 2}", **source}
         # each empty folder is another one
         same = [
-            each
-            for each in volumes
-            if each == made or ("emptyDir" not in source and each == {**each, **source})
+            volume
+            for volume in volumes
+            if volume == made or ("emptyDir" not in source and volume == {**volume, **source})
         ]
         if not same:
             volumes.append(made)
@@ -534,7 +539,7 @@ def _literal(text: str) -> str:
 
 def _printable(line: str) -> str:
     """Return a line without characters that would end a comment in YAML."""
-    return "".join(each if each.isprintable() else "?" for each in line)
+    return "".join(character if character.isprintable() else "?" for character in line)
 
 
 def _yaml(document: Document) -> str:

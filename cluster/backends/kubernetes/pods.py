@@ -196,9 +196,9 @@ class PodMonitor:
         words = [self._plan.job.python, "-c", script, name, str(at - self._begin), str(log_files.CHUNK)]
         done = kubectl.exec(self.pod, words, timeout_s=_SILENT_TIMEOUT_S if self.error else _TIMEOUT_S)
         try:
-            found: Mapping[str, Any] = json.loads(done.out)
-            agent = parse(found["status"])
-            chunk = base64.b64decode(found["log"])
+            answer: Mapping[str, Any] = json.loads(done.out)
+            agent = parse(answer["status"])
+            chunk = base64.b64decode(answer["log"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ClusterError(f"its container did not answer: {done.last_line}") from error
         with contextlib.suppress(FileNotFoundError):  # the record of the job was removed
@@ -224,12 +224,12 @@ class Listed:
         """Return the pods of an attempt by their names. Raises ClusterError."""
         with self._lock:
             if self._pods is None:
-                found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+                by_node: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
                 for pod in self._kubectl.get("pods", self._selector):
                     labels = pod["metadata"].get("labels", {})
                     key = labels.get(manifests.LAUNCH_LABEL, ""), labels.get(manifests.ATTEMPT_LABEL, "")
-                    found.setdefault(key, {})[pod["metadata"]["name"]] = pod
-                self._pods = found
+                    by_node.setdefault(key, {})[pod["metadata"]["name"]] = pod
+                self._pods = by_node
             return self._pods.get((plan.job.launch_id, str(plan.attempt)), {})
 
     def events(self) -> list[Mapping[str, Any]]:
@@ -245,14 +245,14 @@ def poll(
 ) -> tuple[list[NodeStatus], list[waiting.PodState]]:
     """Return the status of each node, and the state of its pod. Raises ClusterError if there is no list of pods."""
     listed = listing.pods(plan)
-    found: list[Mapping[str, Any] | None] = [listed.get(monitor.pod) for monitor in monitors]
+    objects: list[Mapping[str, Any] | None] = [listed.get(monitor.pod) for monitor in monitors]
     events: list[Mapping[str, Any]] = []
-    missing = [monitor for monitor, pod in zip(monitors, found, strict=True) if pod is None and monitor.uid]
-    if missing or any(pod is not None and waiting.needs_events(pod) for pod in found):
+    missing = [monitor for monitor, pod in zip(monitors, objects, strict=True) if pod is None and monitor.uid]
+    if missing or any(pod is not None and waiting.needs_events(pod) for pod in objects):
         with contextlib.suppress(ClusterError):  # without that right a reason is missing, and nothing else
             events = listing.events()
     states = []
-    for monitor, pod in zip(monitors, found, strict=True):
+    for monitor, pod in zip(monitors, objects, strict=True):
         if pod is None:
             states.append(waiting.PodState(waiting.gone(monitor.name, _about(events, monitor.uid))))
             continue

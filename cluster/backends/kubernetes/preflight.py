@@ -50,26 +50,32 @@ class Needs:
 
     def named(self, kind: str) -> list[str]:
         """Return the names of the objects of a kind that the pods need, and that the job does not create itself."""
-        found: set[str] = set()
+        names: set[str] = set()
         for pod in self.pods:
             spec = pod["spec"]
             if kind == "persistentvolumeclaim":
-                found |= {each[_CLAIM]["claimName"] for each in spec.get("volumes", ()) if _CLAIM in each}
+                names |= {
+                    volume[_CLAIM]["claimName"] for volume in spec.get("volumes", ()) if _CLAIM in volume
+                }
             elif kind in ("secret", "configmap"):
-                found |= _referred(spec, kind)
+                names |= _referred(spec, kind)
             elif kind == "priorityclass":
-                found |= {spec["priorityClassName"]} if spec.get("priorityClassName") else set()
+                names |= {spec["priorityClassName"]} if spec.get("priorityClassName") else set()
             elif kind == "serviceaccount":
-                found |= {spec["serviceAccountName"]} if spec.get("serviceAccountName") else set()
-        return sorted(found - {f"{self.job}-secrets"} - self.own)
+                names |= {spec["serviceAccountName"]} if spec.get("serviceAccountName") else set()
+        return sorted(names - {f"{self.job}-secrets"} - self.own)
 
     @property
     def devices(self) -> dict[str, int]:
         """The devices that a pod's node container asks for, by their resource; its GPUs first."""
-        (node,) = (each for each in self.pods[0]["spec"]["containers"] if each["name"] == NODE_CONTAINER)
+        (node,) = (
+            container
+            for container in self.pods[0]["spec"]["containers"]
+            if container["name"] == NODE_CONTAINER
+        )
         limits = node.get("resources", {}).get("limits", {})
-        found = {name: int(amount(str(count))) for name, count in limits.items() if "/" in name}
-        return dict(sorted(found.items(), key=lambda item: item[0] != self.gpu_resource))
+        counts = {name: int(amount(str(count))) for name, count in limits.items() if "/" in name}
+        return dict(sorted(counts.items(), key=lambda item: item[0] != self.gpu_resource))
 
 
 _CLAIM = "persistentVolumeClaim"
@@ -81,12 +87,18 @@ def _referred(spec: Mapping[str, Any], kind: str) -> set[str]:
     word = "secret" if kind == "secret" else "configMap"
     for volume in spec.get("volumes", ()):
         sources = (volume, *volume.get("projected", {}).get("sources", ()))
-        refs += [{"name": each[word].get("secretName"), **each[word]} for each in sources if word in each]
+        refs += [
+            {"name": source[word].get("secretName"), **source[word]} for source in sources if word in source
+        ]
     for container in (*spec.get("initContainers", ()), *spec["containers"]):
-        refs += [each[f"{word}Ref"] for each in container.get("envFrom", ()) if f"{word}Ref" in each]
-        froms = [each.get("valueFrom", {}) for each in container.get("env", ())]
-        refs += [each[f"{word}KeyRef"] for each in froms if f"{word}KeyRef" in each]
-    return {str(each["name"]) for each in refs if each.get("name") and not each.get("optional")}
+        refs += [source[f"{word}Ref"] for source in container.get("envFrom", ()) if f"{word}Ref" in source]
+        froms = [variable.get("valueFrom", {}) for variable in container.get("env", ())]
+        refs += [source[f"{word}KeyRef"] for source in froms if f"{word}KeyRef" in source]
+    return {
+        str(reference["name"])
+        for reference in refs
+        if reference.get("name") and not reference.get("optional")
+    }
 
 
 def check(kubectl: Kubectl, needs: Needs) -> list[str]:
@@ -133,11 +145,11 @@ def _raise(errors: Sequence[ClusterError]) -> None:
         if not isinstance(error, UsageError):
             raise error
     kinds = (NameTakenError, GpusHeldError)
-    found = [error for error in errors if isinstance(error, UsageError)]
+    usage_errors = [error for error in errors if isinstance(error, UsageError)]
     preflight.refuse(
         [
             next((kind for kind in kinds if isinstance(error, kind)), UsageError)(error.message, error.hint)
-            for error in found
+            for error in usage_errors
         ]
     )
 
@@ -174,7 +186,7 @@ def _rights(kubectl: Kubectl, needs: Needs) -> None:
         verbs: dict[str, list[str]] = {}
         for verb, kind in missing:
             verbs.setdefault(kind, []).append(verb)
-        which = "; ".join(f"{', '.join(each)} {kind}" for kind, each in verbs.items())
+        which = "; ".join(f"{', '.join(names)} {kind}" for kind, names in verbs.items())
         where = f"the namespace {kubectl.namespace}" if kubectl.namespace else "this namespace"
         raise UsageError(f"missing permissions in {where}: {which}", RIGHTS_HINT)
 
@@ -182,12 +194,12 @@ def _rights(kubectl: Kubectl, needs: Needs) -> None:
 def _is_allowed(rules: str, verb: str, resource: str) -> bool:
     """Return whether the output of `kubectl auth can-i --list` allows a verb for all objects of a resource."""
     for line in rules.splitlines():
-        found = re.fullmatch(r"(\S*)\s+\[(.*?)\]\s+\[(.*?)\]\s+\[(.*?)\]\s*", line)
+        match = re.fullmatch(r"(\S*)\s+\[(.*?)\]\s+\[(.*?)\]\s+\[(.*?)\]\s*", line)
         if (
-            found
-            and found[1] in (resource, "*.*", "*")
-            and not found[3]
-            and {verb, "*"} & set(found[4].split())
+            match
+            and match[1] in (resource, "*.*", "*")
+            and not match[3]
+            and {verb, "*"} & set(match[4].split())
         ):
             return True
     return False
@@ -242,11 +254,11 @@ def _devices(kubectl: Kubectl, needs: Needs) -> list[str]:
     selector = needs.pods[0]["spec"].get("nodeSelector", {})
     fitting = [node for node in nodes if selector.items() <= node["metadata"].get("labels", {}).items()]
     have = [{name: _allocatable(node, name) for name in wanted} for node in fitting]
-    slots = sum(min(each[name] // count for name, count in wanted.items()) for each in have)
+    slots = sum(min(free[name] // count for name, count in wanted.items()) for free in have)
     if slots >= len(needs.pods):
         return []
     what = f"{len(needs.pods)} pods need {of_each} each"
-    for resource in (name for name in wanted if not any(each[name] for each in have)):
+    for resource in (name for name in wanted if not any(free[name] for free in have)):
         is_gpu = resource == needs.gpu_resource
         kind = "GPU" if is_gpu else resource
         others = sorted(
@@ -334,7 +346,7 @@ def _quota(kubectl: Kubectl, needs: Needs) -> list[str]:
 
 def _requests(pods: Sequence[Mapping[str, Any]]) -> dict[str, Decimal]:
     """Return what the pods request together, by the names that quotas have."""
-    found = {"pods": Decimal(len(pods)), "count/pods": Decimal(len(pods))}
+    totals = {"pods": Decimal(len(pods)), "count/pods": Decimal(len(pods))}
     for pod in pods:
         for container in pod["spec"]["containers"]:
             resources = container.get("resources", {})
@@ -342,10 +354,10 @@ def _requests(pods: Sequence[Mapping[str, Any]]) -> dict[str, Decimal]:
             requests = resources.get("requests", {})
             for prefix, values in (("limits.", limits), ("requests.", {**limits, **requests})):
                 for name, value in values.items():
-                    found[prefix + name] = found.get(prefix + name, Decimal(0)) + amount(str(value))
+                    totals[prefix + name] = totals.get(prefix + name, Decimal(0)) + amount(str(value))
     return {
-        **found,
-        **{name: found[f"requests.{name}"] for name in ("cpu", "memory") if f"requests.{name}" in found},
+        **totals,
+        **{name: totals[f"requests.{name}"] for name in ("cpu", "memory") if f"requests.{name}" in totals},
     }
 
 

@@ -39,8 +39,8 @@ _MERGE_KEYS = {"volumeMounts": "mountPath"}
 
 def merged(pods: Sequence[Document], patch: Mapping[str, Any], node: str) -> list[Document]:
     """Return the pods with the user's fields. `node` is the name of the ranks' container. Raises UsageError."""
-    if found := kubectl.problem():
-        raise UsageError(*found)
+    if problem := kubectl.problem():
+        raise UsageError(*problem)
     items = json.dumps({"apiVersion": "v1", "kind": "List", "items": pods})
     words = ("--local", "--type=strategic", "--filename=-", "--output=json", f"--patch={json.dumps(patch)}")
     try:
@@ -89,7 +89,10 @@ def _refuse_changes(before: Document, after: Document, node: str) -> None:
     hint = "choose another name; runs, volumes and shared_memory in the same section are for clusterctl's own"
     _refuse_changed_entries(old.get("volumes", ()), new.get("volumes", ()), "spec.volumes", hint)
     files, kept = (
-        [_without_free(each) for each in _by_key(spec.get("initContainers"), "spec.initContainers").values()]
+        [
+            _without_free(container)
+            for container in _by_key(spec.get("initContainers"), "spec.initContainers").values()
+        ]
         for spec in (old, new)
     )
     _refuse_changed_entries(
@@ -98,9 +101,9 @@ def _refuse_changes(before: Document, after: Document, node: str) -> None:
 
 
 def _refuse_changed_entries(before: Any, after: Any, where: str, hint: str) -> None:
-    found = _by_key(after, where)
+    entries = _by_key(after, where)
     for name, entry in _by_key(before, where).items():
-        if found.get(name) != entry:
+        if entries.get(name) != entry:
             raise _changed(f"{where}.{name}", hint)
 
 
@@ -125,12 +128,12 @@ def _merge_key(where: str) -> str:
 def _by_key(entries: Any, where: str) -> dict[str, Document]:
     """Return the entries of a list by the key by which they merge. Raise UsageError if it is no list of mappings."""
     if not isinstance(entries or (), list | tuple) or not all(
-        isinstance(each, dict) for each in entries or ()
+        isinstance(entry, dict) for entry in entries or ()
     ):
         raise UsageError(
             f"pod.{where}: must be a list of mappings", f"for example: [{{{_merge_key(where)}: ...}}]"
         )
-    return {str(each.get(_merge_key(where))): each for each in entries or ()}
+    return {str(entry.get(_merge_key(where))): entry for entry in entries or ()}
 
 
 def _ordered(after: Any, before: Any, where: str = "") -> Any:
@@ -140,10 +143,10 @@ def _ordered(after: Any, before: Any, where: str = "") -> Any:
         return {key: _ordered(after[key], before.get(key), key) for key in keys}
     if not isinstance(after, list) or not isinstance(before, list):
         return after
-    if not all(isinstance(each, dict) and _merge_key(where) in each for each in (*before, *after)):
+    if not all(isinstance(item, dict) and _merge_key(where) in item for item in (*before, *after)):
         return after
     ours = _by_key(before, where)
-    found = _by_key(after, where)
-    first = [_ordered(found[name], entry) for name, entry in ours.items() if name in found]
-    rest = [each for name, each in found.items() if name not in ours]
+    merged_entries = _by_key(after, where)
+    first = [_ordered(merged_entries[name], entry) for name, entry in ours.items() if name in merged_entries]
+    rest = [added for name, added in merged_entries.items() if name not in ours]
     return [*rest, *first] if where == "initContainers" else [*first, *rest]

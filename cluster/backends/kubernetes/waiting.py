@@ -174,13 +174,13 @@ def different_image(image: str, states: Sequence[PodState]) -> dict[str, NodeSta
 
     Machines name an image by the digest in a registry, or by its ID if it was loaded: only IDs of one kind compare.
     """
-    found: dict[str, tuple[str, str]] = {}  # the first node with each kind of ID, and its ID
+    images: dict[str, tuple[str, str]] = {}  # the first node with each kind of ID, and its ID
     different = {}
     for state in states:
         kind, _, digest = state.image_id.rpartition("sha256:")
         if not digest:
             continue
-        first, wanted = found.setdefault(kind, (state.status.node, digest))
+        first, wanted = images.setdefault(kind, (state.status.node, digest))
         if digest != wanted:
             why = f"its image {image} is {short_id(digest)}, but on {first} it is {short_id(wanted)}: {_SAME_IMAGE}"
             different[state.status.node] = _refused(state.status.node, why, state.host)
@@ -201,7 +201,7 @@ def needs_events(pod: Document) -> bool:
         return True
     if pod["status"].get("phase", "Pending") != "Pending" or not pod["spec"].get("nodeName"):
         return False
-    reasons = [_reason(each) for each in _containers(pod)]
+    reasons = [_reason(container) for container in _containers(pod)]
     return not reasons or any(reason in _NEED_EVENTS for reason in reasons)
 
 
@@ -209,7 +209,11 @@ def _waiting(node: str, pod: Document, events: Sequence[Document], host: str) ->
     scheduled = _condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
         return _unscheduled(node, scheduled)
-    images = {each["name"]: each.get("image", "") for kind in _KINDS for each in pod["spec"].get(kind, ())}
+    images = {
+        declared["name"]: declared.get("image", "")
+        for kind in _KINDS
+        for declared in pod["spec"].get(kind, ())
+    }
     for container in _containers(pod):
         waiting = container.get("state", {}).get("waiting", {})
         image = images.get(container["name"], "")
@@ -225,18 +229,18 @@ def _waiting(node: str, pod: Document, events: Sequence[Document], host: str) ->
     if ended := _terminated(pod):
         return PodState(_exited(node, ended, host), host=host)
     sidecars = _sidecars(pod)
-    for each in pod["status"].get("initContainerStatuses", ()):
-        if "running" in each.get("state", {}) and each["name"] not in sidecars:
-            is_ours = each["name"] == FILES_CONTAINER
-            detail = "waits for its files" if is_ours else f"its init container {each['name']} runs"
+    for init in pod["status"].get("initContainerStatuses", ()):
+        if "running" in init.get("state", {}) and init["name"] not in sidecars:
+            is_ours = init["name"] == FILES_CONTAINER
+            detail = "waits for its files" if is_ours else f"its init container {init['name']} runs"
             return PodState(
                 NodeStatus(node, "pending", detail=detail, where=host), host=host, receives=is_ours
             )
     for name, reason in _CREATING.items():
-        if found := [
-            each for each in _events(events, name) if not _NO_REASON.search(str(each.get("message")))
+        if reasons := [
+            event for event in _events(events, name) if not _NO_REASON.search(str(event.get("message")))
         ]:
-            return _state(node, reason, host, image="", message=_last(found), tries=_count(found))
+            return _state(node, reason, host, image="", message=_last(reasons), tries=_count(reasons))
     detail = "its container is being created" if host else "waits for the scheduler"
     for name, image in images.items():
         own = _events_of(events, name)
@@ -269,9 +273,9 @@ def _unscheduled(node: str, condition: Document) -> PodState:
             NodeStatus(node, "pending", detail="waits in its queue until all pods of the job fit")
         )
     if re.search(r'persistentvolumeclaim "[^"]+" not found', message):
-        found = re.search(r'persistentvolumeclaim "([^"]+)"', message)
-        assert found
-        sentence = f"the namespace has no PersistentVolumeClaim {found[1]}"
+        match = re.search(r'persistentvolumeclaim "([^"]+)"', message)
+        assert match
+        sentence = f"the namespace has no PersistentVolumeClaim {match[1]}"
         return PodState(_refused(node, sentence), is_final=True)
     wants_room = "Insufficient" in message or "Too many pods" in message
     return PodState(
@@ -336,7 +340,9 @@ def _host_is_silent(pod: Document) -> bool:
 
 
 def _condition(pod: Document, kind: str) -> Document:
-    return next((each for each in pod["status"].get("conditions", ()) if each["type"] == kind), {})
+    return next(
+        (condition for condition in pod["status"].get("conditions", ()) if condition["type"] == kind), {}
+    )
 
 
 def _containers(pod: Document) -> list[Document]:
@@ -346,21 +352,25 @@ def _containers(pod: Document) -> list[Document]:
 def _sidecars(pod: Document) -> set[str]:
     """Return the names of the native sidecars (Kubernetes 1.28): init containers that run as long as the pod."""
     return {
-        each["name"]
-        for each in pod["spec"].get("initContainers", ())
-        if each.get("restartPolicy") == "Always"
+        container["name"]
+        for container in pod["spec"].get("initContainers", ())
+        if container.get("restartPolicy") == "Always"
     }
 
 
 def _events_of(events: Sequence[Document], container: str) -> list[Document]:
     """Return the events about a container, and those that name none."""
     paths = ("", *(f"spec.{kind}{{{container}}}" for kind in _KINDS))
-    return [each for each in events if each.get("involvedObject", {}).get("fieldPath", "") in paths]
+    return [event for event in events if event.get("involvedObject", {}).get("fieldPath", "") in paths]
 
 
 def _container(pod: Document) -> Document:
     return next(
-        (each for each in pod["status"].get("containerStatuses", ()) if each.get("name") == NODE_CONTAINER),
+        (
+            container
+            for container in pod["status"].get("containerStatuses", ())
+            if container.get("name") == NODE_CONTAINER
+        ),
         {},
     )
 
@@ -371,9 +381,9 @@ def _reason(container: Document) -> str:
 
 def _events(events: Sequence[Document], reason: str, begin: str = "") -> list[Document]:
     return [
-        each
-        for each in events
-        if each.get("reason") == reason and str(each.get("message", "")).startswith(begin)
+        event
+        for event in events
+        if event.get("reason") == reason and str(event.get("message", "")).startswith(begin)
     ]
 
 
@@ -385,7 +395,7 @@ def _last(events: Sequence[Document]) -> str:
 
 
 def _count(events: Sequence[Document]) -> int:
-    return sum(int(each.get("count") or 1) for each in events)
+    return sum(int(event.get("count") or 1) for event in events)
 
 
 def _with(sentence: str, message: str) -> str:
