@@ -14,12 +14,12 @@ BARE = BareRuntime()
 DOCKER = DockerRuntime()
 #: Every runtime by its name in cluster.yaml.
 RUNTIMES: dict[str, Runtime] = {
-    each.name: each
-    for each in (BARE, DOCKER, PodmanRuntime(), ApptainerRuntime(), PyxisRuntime(), EnrootRuntime())
+    runtime.name: runtime
+    for runtime in (BARE, DOCKER, PodmanRuntime(), ApptainerRuntime(), PyxisRuntime(), EnrootRuntime())
 }
 #: The runtimes whose engine keeps images and containers, in the order in which `clusterctl init` tries them.
 ENGINES: dict[str, ContainerRuntime] = {
-    name: each for name, each in RUNTIMES.items() if isinstance(each, ContainerRuntime)
+    name: runtime for name, runtime in RUNTIMES.items() if isinstance(runtime, ContainerRuntime)
 }
 
 #: The architecture names of docker and podman by Linux' machine names.

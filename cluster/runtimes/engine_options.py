@@ -82,7 +82,7 @@ def parse(texts: Sequence[str]) -> list[tuple[str, str]]:
 
     Raises UsageError for text that is not one option, and for an option that the launcher sets.
     """
-    found = []
+    options = []
     for text in texts:
         where = f"--run-option {text!r}"
         try:
@@ -115,8 +115,8 @@ def parse(texts: Sequence[str]) -> list[tuple[str, str]]:
             dashes = "-" if len(name) == 1 else "--"
             hint = f"for example: --run-option '{dashes}{name} VALUE'; for an option without a value: --{name}=true"
             raise UsageError(f"{where}: {dashes}{name} needs a value", hint)
-        found.append((name, value or ""))
-    return found
+        options.append((name, value or ""))
+    return options
 
 
 def words(texts: Sequence[str]) -> list[str]:
@@ -133,7 +133,7 @@ def service_keys(texts: Sequence[str]) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for name, value in parse(texts):
         if name not in _KEYS:
-            known = ", ".join(f"--{each}" for each in _KEYS if len(each) > 1)
+            known = ", ".join(f"--{option}" for option in _KEYS if len(option) > 1)
             raise UsageError(
                 f"--run-option --{name}: docker compose has no equivalent that is supported",
                 f"one of: {known}",

@@ -49,7 +49,7 @@ _TAKEN_OVER = frozenset({"arguments", "command", "device", "env", "gpus", "image
 _TAKEN_OVER |= {"prologue", "setup", "workdir"}
 #: Options of which nothing needs to be said: the task is for another launcher, and restarts have their own note.
 _TAKEN_OVER |= {"backend", "send_secrets", "max_restarts"}
-_IN_SECTIONS = frozenset(each.name for each in fields(BackendOptions))
+_IN_SECTIONS = frozenset(option.name for option in fields(BackendOptions))
 #: The working directory in a container of dstack.
 _WORKDIR = "/workdir"
 
@@ -119,9 +119,11 @@ def export(request: Request, here: Here, to: str) -> str:
 def _job(request: Request, here: Here) -> tuple[Job, list[str]]:
     """Return the job without what a rented machine has no use for, and a sentence for each option left out."""
     fewest, most = node_range(request.nodes, 1)
-    left_out = [each for each in declared(Request) if each.field not in _TAKEN_OVER | _IN_SECTIONS]
-    given = [each for each in left_out if getattr(request, each.field) not in (each.default, "", None)]
-    notes = [f"not taken over: {each.flag}" for each in given]
+    left_out = [option for option in declared(Request) if option.field not in _TAKEN_OVER | _IN_SECTIONS]
+    given = [
+        option for option in left_out if getattr(request, option.field) not in (option.default, "", None)
+    ]
+    notes = [f"not taken over: {option.flag}" for option in given]
     notes += [f"not taken over: --set {name}" for name in request.given_settings("", ())]
     if fewest < most:
         notes.append(f"not taken over: --nodes {request.nodes}, the task has {most} nodes")
@@ -130,7 +132,7 @@ def _job(request: Request, here: Here) -> tuple[Job, list[str]]:
             "not taken over: restarts from the last checkpoint; keep ./runs on a volume or in a bucket for them"
         )
     defaults: dict[str, Any] = {name: getattr(Request(), name) for name in _IN_SECTIONS}
-    defaults |= {each.field: each.default for each in left_out}
+    defaults |= {option.field: option.default for option in left_out}
     device = "cpu" if request.device == "cpu" else "any"
     reduced = replace(request, **{**defaults, "nodes": str(most), "device": device})
     job, _ = resolver.job(reduced, here, _Rented(), {})

@@ -33,28 +33,28 @@ def from_hostfile(text: str, path: str) -> Inventory:
 
     A line is `host`, `host slots=4` (also with `max_slots=8`) or `host:4`; a slot is a GPU. `#` starts a comment.
     """
-    found: list[tuple[str, str, int]] = []
+    hosts: list[tuple[str, str, int]] = []
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
         entry = line.partition("#")[0].strip()
         match = _HOSTFILE_LINE.fullmatch(entry)
         if match:
-            found.append((f"{path}:{number}", match["login"], int(match["count"] or match["slots"] or 0)))
+            hosts.append((f"{path}:{number}", match["login"], int(match["count"] or match["slots"] or 0)))
         elif entry:
             raise UsageError(f"{path}:{number}: {entry!r}: not HOST slots=N", "for example: worker-1 slots=4")
-    if not found:
+    if not hosts:
         raise UsageError(f"{path}: no machine", "name one per line, for example: worker-1 slots=4")
-    return replace(_of_logins(found), path=path)
+    return replace(_of_logins(hosts), path=path)
 
 
 def select(inventory: Inventory, names: str) -> Inventory:
     """Return the inventory with only the nodes `a,b`, names or labels, in its order. Raise UsageError for others."""
     wanted = [name.strip() for name in names.split(",")]
-    known = [each.name for each in inventory.machines]
-    known += dict.fromkeys(label for each in inventory.machines for label in each.labels)
+    known = [machine.name for machine in inventory.machines]
+    known += dict.fromkeys(label for machine in inventory.machines for label in machine.labels)
     for name in wanted:
         if name not in known:
             raise UsageError(f"--only {names!r}: no node {name!r}", f"names and labels: {', '.join(known)}")
-    chosen = (each for each in inventory.machines if {each.name, *each.labels} & {*wanted})
+    chosen = (machine for machine in inventory.machines if {machine.name, *machine.labels} & {*wanted})
     return replace(inventory, machines=tuple(chosen))
 
 

@@ -24,9 +24,9 @@ class JobFile(Keys):
 def file_type(table: Table) -> type[JobFile]:
     """Return the model of job.yaml, with the names and sections of the backends in `table`."""
     made: dict[str, Any] = {}
-    for each in keyed():
-        made[each.key_name] = (_type(each, table), _field(each))
-        if each.key_name == ENV:
+    for keyed_option in keyed():
+        made[keyed_option.key_name] = (_type(keyed_option, table), _field(keyed_option))
+        if keyed_option.key_name == ENV:
             made[SECRETS] = (list[EnvName], Field(default_factory=list, description=_SECRETS_HELP))
     return create_model(
         "JobFile", __base__=JobFile, __doc__=JobFile.__doc__, **made, **schema.sections(table)
@@ -71,7 +71,7 @@ def _at_least(kind: Any, least: int | None) -> Any:
         return kind
     if kind in (int, float):
         return Annotated[kind, Field(ge=least)]
-    inner = tuple(_at_least(each, least) for each in get_args(kind))
+    inner = tuple(_at_least(argument, least) for argument in get_args(kind))
     if get_origin(kind) is list:
         return list[inner]  # type: ignore[valid-type]
     return Union[inner] if inner else kind  # noqa: UP007 (the operator takes no tuple)
@@ -100,7 +100,11 @@ def read(text: str, path: str, table: Table) -> dict[str, Any]:
     if file.command and file.args:
         hint = "args are for the trainer of the image"
         raise source.error(("args",), "command and args cannot be used together", hint)
-    values = {each.field: getattr(file, each.key_name) for each in keyed() if each.key_name in given}
+    values = {
+        keyed_option.field: getattr(file, keyed_option.key_name)
+        for keyed_option in keyed()
+        if keyed_option.key_name in given
+    }
     if given & {ENV, SECRETS}:
         values["env"] = [*(f"{name}={value}" for name, value in file.env.items()), *file.secrets]
     if settings := _settings(source.data, table):

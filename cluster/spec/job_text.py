@@ -18,14 +18,14 @@ _HEAD = "# clusterctl launch FILE runs this job. Relative paths are relative to 
 def write(options: LaunchOptions, backend: str, table: Table) -> str:
     """Return the job file of these options for a backend."""
     values: dict[str, Any] = {}
-    for each in keyed():
-        value = getattr(options, each.field)
-        if each.key_name == ENV:
+    for keyed_option in keyed():
+        value = getattr(options, keyed_option.field)
+        if keyed_option.key_name == ENV:
             variables = [text.partition("=") for text in options.env]
             values[ENV] = {name: text for name, mark, text in variables if mark}
             values[SECRETS] = [name for name, mark, _ in variables if not mark]
-        elif value != each.default:
-            values[each.key_name] = each.key.write(value)
+        elif value != keyed_option.default:
+            values[keyed_option.key_name] = keyed_option.key.write(value)
     for name in table:
         if settings := options.given_settings(name, table, unnamed=name == backend):
             values[name] = _section(settings, table[name])  # which imports the backend
@@ -65,15 +65,15 @@ _Dumper.add_representer(_Unquoted, _represent)
 
 def _section(settings: Mapping[str, str], backend: Traits) -> dict[str, Any]:
     """Return the section of a job file with these settings. In a setting, lists and mappings are YAML."""
-    found: dict[str, Any] = {}
+    section: dict[str, Any] = {}
     for key, text in settings.items():
         value: Any = _Unquoted(text) if text.strip() else ""
         if text[:1] in ("[", "{"):
             with suppress(yaml.YAMLError):  # the backend refuses it
                 value = yaml.load(text, _Loader)
         *outer, last = backend.words_of(key)
-        inner = found
+        inner = section
         for word in outer:
             inner = inner.setdefault(word, {})
         inner[last] = value
-    return found
+    return section

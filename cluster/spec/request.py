@@ -87,14 +87,14 @@ class BackendOptions:
             "qos": self.qos,
             "time": self.time_limit,
         }
-        found = {key: value for key, value in named.items() if value and unnamed}
+        settings = {key: value for key, value in named.items() if value and unnamed}
         for text in self.settings:
             key, _, value = text.removeprefix("--").partition("=")
             name, dot, rest = key.partition(".")
             is_named = bool(dot) and name in table
             if name == backend if is_named else unnamed:
-                found[rest if is_named else key] = value
-        return found
+                settings[rest if is_named else key] = value
+        return settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,7 +448,7 @@ class Declared:
 def declared(group: type[Any]) -> tuple[Declared, ...]:
     """Return the options of a group, in their order."""
     hints = get_type_hints(group, include_extras=True)
-    return tuple(_declared(each, hints[each.name]) for each in fields(group))
+    return tuple(_declared(option, hints[option.name]) for option in fields(group))
 
 
 def _declared(each: Field[Any], annotated: Any) -> Declared:
@@ -463,5 +463,5 @@ def _declared(each: Field[Any], annotated: Any) -> Declared:
 
 def keyed() -> tuple[Declared, ...]:
     """Return the options with a key in job.yaml, in the order of the keys. The others are in backends' sections."""
-    in_sections = {each.name for each in fields(BackendOptions)}
-    return tuple(each for each in declared(LaunchOptions) if each.field not in in_sections)
+    in_sections = {option.name for option in fields(BackendOptions)}
+    return tuple(option for option in declared(LaunchOptions) if option.field not in in_sections)

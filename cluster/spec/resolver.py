@@ -77,7 +77,7 @@ def job(
     job_env = {**(inventory.env if inventory else {}), **variables}
     prologue = "\n".join(filter(None, [inventory.prologue if inventory else "", request.prologue]))
     new = Job(
-        **{each.name: getattr(request, each.name) for each in fields(UnchangedOptions)},
+        **{option.name: getattr(request, option.name) for option in fields(UnchangedOptions)},
         name=request.name or "job",
         command=program.command,
         nodes=placement.nodes,
@@ -120,7 +120,7 @@ def absolute_paths(request: Request_, here: Here) -> Request_:
         workdir=_workdir(request, here, mounts) if request.command else "",
         run_root=absolute(request.run_root or "runs", here.cwd),
         build=request.build and absolute(request.build, here.cwd),
-        mounts=[f"{each.source}:{each.target}:{'ro' if each.read_only else 'rw'}" for each in mounts],
+        mounts=[f"{entry.source}:{entry.target}:{'ro' if entry.read_only else 'rw'}" for entry in mounts],
     )
 
 
@@ -145,7 +145,7 @@ def _program(request: Request, here: Here, backend: Traits, placement: _Placemen
     """Return the command of the ranks, with the mounts of the request and of the files that its arguments name."""
     synced = placement.has_own_files
     mounts = [mount.parse(text, here.cwd) for text in request.mounts]
-    mounts = [replace(each, synced=synced and here.exists(each.source)) for each in mounts]
+    mounts = [replace(entry, synced=synced and here.exists(entry.source)) for entry in mounts]
     folders = backend.folders(placement.queue.settings) if placement.queue else ()
     arguments, paths = trainer_arguments.with_paths(request.arguments, here, mounts, folders)
     mounts += [Mount(path, path, synced=synced) for path in paths]
@@ -392,7 +392,7 @@ def _refuse_with_few_gpus(
         where = "here" if index < len(hosts) else "of a spare"
         many = f"{wanted} {where}, more" if isinstance(procs, tuple) else "more"
         hint = "use fewer --gpus, other nodes, or --device cpu (CPU processes instead)"
-        if all(each.gpus for each in machines):
+        if all(other.gpus for other in machines):
             hint = f"use all GPUs of each machine: --gpus all; or {hint}"
         why = f"{machine.name}: --gpus {request.gpus} asks for {many} than its GPUs ({len(machine.gpus)})"
         raise UsageError(why, hint)
@@ -401,7 +401,11 @@ def _refuse_with_few_gpus(
 def _run_options(request: Request, machines: Sequence[Machine]) -> tuple[str, ...]:
     """Return the options for the container engine. Raises UsageError for a wrong one, or where there is no engine."""
     engine_options.parse(request.run_options)
-    without = [each for each in machines if not (each.runtime and RUNTIMES[each.runtime].takes_run_options)]
+    without = [
+        machine
+        for machine in machines
+        if not (machine.runtime and RUNTIMES[machine.runtime].takes_run_options)
+    ]
     if request.run_options and without:
         why = (
             f"--run-option: {without[0].name} starts its programs with runtime {without[0].runtime or 'none'}"
@@ -417,7 +421,7 @@ def _workdir(request: Request, here: Here, mounts: Sequence[Mount]) -> str:
         raise UsageError("--workdir: only with --command", "the trainer needs no working directory: omit it")
     if request.workdir and not here.is_folder(path):
         raise UsageError(f"--workdir {request.workdir}: no such folder", f"the full path would be {path}")
-    if request.command and any(each.target == path for each in mounts):
+    if request.command and any(mount.target == path for mount in mounts):
         raise UsageError(
             f"--mount: {path} is the working directory, which is mounted and writable", "omit this mount"
         )

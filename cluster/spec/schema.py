@@ -95,7 +95,7 @@ def flow(value: Any) -> str:
 def _gpus(value: Any) -> Any:
     """Return the ids of GPUs and UUIDs of MIG slices; a number N means the first N."""
     ids = [*range(int(value))] if isinstance(value, str) and re.fullmatch("[0-9]{1,4}", value) else value
-    words = [str(each) for each in ids] if isinstance(ids, list) else [""]
+    words = [str(number) for number in ids] if isinstance(ids, list) else [""]
     if len(set(words)) < len(words) or not all(
         re.fullmatch(r"[0-9]{1,4}|MIG-[\w-]+", word) for word in words
     ):
@@ -337,9 +337,9 @@ def validate(model: type[Keys_], source: Source, hint: str) -> Keys_:
     try:
         return model.model_validate(source.data)
     except ValidationError as error:
-        found = [_translate(each, model, source) for each in error.errors(include_url=False)]
-        hints = dict.fromkeys(each.hint for each in found if each.hint)
-        raise UsageError("\n       ".join(each.message for each in found), "; ".join(hints)) from None
+        errors = [_translate(detail, model, source) for detail in error.errors(include_url=False)]
+        hints = dict.fromkeys(invalid.hint for invalid in errors if invalid.hint)
+        raise UsageError("\n       ".join(invalid.message for invalid in errors), "; ".join(hints)) from None
 
 
 def _translate(error: Any, model: type[Keys], source: Source) -> UsageError:
@@ -383,7 +383,7 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     """Return the models in a type such as `dict[str, MachineKeys]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for inner in get_args(annotation) for found in _models_in(inner)]
+    return [model for inner in get_args(annotation) for model in _models_in(inner)]
 
 
 def read(text: str, path: str, table: Table, cwd: str = "/") -> Inventory:
@@ -426,10 +426,12 @@ def read(text: str, path: str, table: Table, cwd: str = "/") -> Inventory:
 
 def _check_nodes(file: File, backend: Traits, table: Table, source: Source) -> None:
     """Raise UsageError for nodes that do not fit the backend."""
-    for name in sorted({each.runtime for each in (file.defaults, *file.nodes.values()) if each.runtime}):
+    for name in sorted({node.runtime for node in (file.defaults, *file.nodes.values()) if node.runtime}):
         if not backend.fits(RUNTIMES[name]):
             other = next(
-                each.name for each in table.values() if each.machines != "here" and each.fits(RUNTIMES[name])
+                traits.name
+                for traits in table.values()
+                if traits.machines != "here" and traits.fits(RUNTIMES[name])
             )
             hint = f"set backend: {other}, or runtime: {next(iter(ENGINES))}"
             raise source.error(("nodes",), f"runtime {name} needs backend {other}", hint)
@@ -515,4 +517,4 @@ def write(found: Inventory, notes: Mapping[str, Sequence[str]], head: Sequence[s
 
 
 def _one_line(text: str) -> str:
-    return " ".join("".join(each if each.isprintable() else " " for each in text).split())
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())

@@ -45,18 +45,18 @@ def _named_files(text: str, workdir: str, here: Here) -> list[bytes] | None:
     # The shell finds the first word in PATH, unless it has a slash.
     words = [word for command in commands for word in command[0 if "/" in command[0] else 1 :]]
     pending = [_file_of(word, workdir) for word in reversed(words) if word]
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     while pending:
         path = pending.pop()
-        if path in found:
+        if path in contents:
             continue
         content = here.read(path)
         if content is None or here.is_folder(path):
             return None
-        found[path] = content
+        contents[path] = content
         included = [word.decode(errors="replace") for word in _INCLUDES.findall(content)]
         pending += [_file_of(word, posixpath.dirname(path)) for word in included]
-    return [content for content in found.values() if content]
+    return [content for content in contents.values() if content]
 
 
 def _file_of(word: str, folder: str) -> str:

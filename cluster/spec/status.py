@@ -36,7 +36,9 @@ def _each(convert: Callable[[object], T | None]) -> Callable[[object], tuple[T, 
     def convert_list(value: object) -> tuple[T, ...] | None:
         if not isinstance(value, list):
             return None
-        return tuple(found for each in value[:_MOST_ENTRIES] if (found := convert(each)) is not None)
+        return tuple(
+            converted for entry in value[:_MOST_ENTRIES] if (converted := convert(entry)) is not None
+        )
 
     return convert_list
 
@@ -56,8 +58,8 @@ def _bytes_total(value: object) -> float | None:
 
 
 def _events(value: object) -> tuple[Event, ...] | None:
-    found = map(events.event, list(value.values())[:_MOST_ENTRIES]) if isinstance(value, dict) else ()
-    return tuple(each for each in found if each is not None)
+    entries = map(events.event, list(value.values())[:_MOST_ENTRIES]) if isinstance(value, dict) else ()
+    return tuple(entry for entry in entries if entry is not None)
 
 
 @dataclass(frozen=True)
@@ -178,13 +180,13 @@ class AgentStatus:
 
 def parse(content: str) -> AgentStatus:
     """Return the status that a file has; an empty one of a file that does not exist, or is malformed."""
-    found = events.load(content) if len(content) <= MOST_STATUS else None
-    return events.read(AgentStatus, found) or AgentStatus()
+    fields = events.load(content) if len(content) <= MOST_STATUS else None
+    return events.read(AgentStatus, fields) or AgentStatus()
 
 
 def from_exit_file(line: str) -> tuple[int, float | None]:
     """Return code and time of the line `CODE TIME` in NODE.exit; code 1 of a line that does not fit."""
     code, _, at = line.strip().partition(" ")
-    values = [events.load(each) for each in (code, at)]
+    values = [events.load(word) for word in (code, at)]
     found = exit_code(values[0])
     return (1 if found is None else found), timestamp(values[1])

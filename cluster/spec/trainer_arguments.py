@@ -21,12 +21,12 @@ def with_paths(
 
     Paths below `folders` exist on the nodes.
     """
-    there = (*(each.target for each in mounts), *folders)
+    there = (*(mount.target for mount in mounts), *folders)
     arguments: list[str] = []
     paths: list[str] = []
     for before, option, argument in _words(given):
         path = absolute(argument, here.cwd)
-        is_mounted = any(f"{argument}/".startswith(f"{each}/") for each in there)
+        is_mounted = any(f"{argument}/".startswith(f"{mounted}/") for mounted in there)
         folder_of_data = option in _DATA and argument not in contract.DATA_SETS and here.is_folder(path)
         if here.exists(path) and ("/" in argument or "." in argument or folder_of_data):
             paths += [path, *_needed_by(option, path, here)]
@@ -39,7 +39,7 @@ def with_paths(
         arguments.append(before + argument)
     paths = list(dict.fromkeys(paths))
     folders = [path for path in paths if here.is_folder(path)]
-    folders += [each.source for each in mounts if each.source == each.target]
+    folders += [mount.source for mount in mounts if mount.source == mount.target]
     return arguments, [path for path in paths if not any(path.startswith(f"{folder}/") for folder in folders)]
 
 
@@ -87,7 +87,7 @@ def _data_folders(path: str, here: Here) -> list[str]:
         return []
     values = content if isinstance(content, dict) else {}
     root = absolute(str(values.get("path") or "."), posixpath.dirname(path))
-    found = [root] if values.get("path") else []
+    folders = [root] if values.get("path") else []
     for split in ("train", "val", "test"):
         value = values.get(split)
         for entry in value if isinstance(value, list) else [value]:
@@ -98,5 +98,5 @@ def _data_folders(path: str, here: Here) -> list[str]:
             source = next(filter(here.exists, sources), "")
             top = f"{source}/".rpartition("/images/")[0]  # labels are in a folder beside `images`
             if source:
-                found.append(top or (source if here.is_folder(source) else posixpath.dirname(source)))
-    return [folder for folder in found if here.is_folder(folder)]
+                folders.append(top or (source if here.is_folder(source) else posixpath.dirname(source)))
+    return [folder for folder in folders if here.is_folder(folder)]
