@@ -136,9 +136,13 @@ class JobStore:
         A process writes who it is after it has locked the file: until then, the file is empty or names an earlier one.
         """
         until = time.monotonic() + _NAMED_WITHIN_S
-        while (found := self._supervisor_of(job_id)) and not _is_alive(found) and time.monotonic() < until:
+        while (
+            (supervisor := self._supervisor_of(job_id))
+            and not _is_alive(supervisor)
+            and time.monotonic() < until
+        ):
             time.sleep(_PAUSE_S)
-        return found
+        return supervisor
 
     def _supervisor_of(self, job_id: str) -> SupervisorProcess | None:
         try:
@@ -267,15 +271,15 @@ class JobStore:
         return self._read()[1]
 
     def _read(self) -> tuple[list[JobRecord], list[Unreadable]]:
-        found: list[JobRecord] = []
+        records: list[JobRecord] = []
         unreadable: list[Unreadable] = []
         for path in self._paths():
             try:
-                found.append(_load(path))
+                records.append(_load(path))
             except ClusterError as error:
                 if path.exists():  # not removed a moment ago
                     unreadable.append(Unreadable(path.stem, path, error))
-        return sorted(found, key=lambda record: record.created_at), unreadable
+        return sorted(records, key=lambda record: record.created_at), unreadable
 
     def _paths(self) -> list[Path]:
         """Return the paths of all records. Raise ClusterError if the folder cannot be read: glob would find none."""
@@ -407,8 +411,8 @@ def _decoder() -> msgspec.json.Decoder[JobRecord]:
 
 def _load(path: Path) -> JobRecord:
     try:
-        found = path.stat()
-        return _parse(path, found.st_ino, found.st_mtime_ns, found.st_size)
+        stat = path.stat()
+        return _parse(path, stat.st_ino, stat.st_mtime_ns, stat.st_size)
     except (OSError, ValueError) as error:
         hint = f"use the version of clusterctl that launched the job, or remove it from the list: mv {path} {path}.old"
         raise ClusterError(f"cannot read the job record {path}: {_why(error)}", hint) from error

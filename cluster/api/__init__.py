@@ -134,5 +134,5 @@ def machines(inventory: str | Inventory | None, backend: str) -> Inventory | Non
 
     if isinstance(inventory, Inventory):
         return inventory
-    found = discovery.load(BACKENDS, inventory or "", backend=backend)
-    return discovery.complete(found) if found else None
+    loaded = discovery.load(BACKENDS, inventory or "", backend=backend)
+    return discovery.complete(loaded) if loaded else None

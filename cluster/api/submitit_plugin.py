@@ -111,7 +111,7 @@ class ClusterctlExecutor(core.Executor):
     def _internal_process_submissions(
         self, delayed_submissions: Sequence[utils.DelayedSubmission]
     ) -> list[core.Job[Any]]:
-        return [self._launch(each) for each in delayed_submissions]
+        return [self._launch(submission) for submission in delayed_submissions]
 
     def _launch(self, delayed: utils.DelayedSubmission) -> ClusterctlJob:
         options = dict(self.parameters)

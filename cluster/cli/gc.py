@@ -44,40 +44,38 @@ def gc(
     """
     given = inventory.load(complete=False)
     machines = given or Inventory((this_machine(),))
-    here = [each for each in BACKENDS.values() if each.machines == "here"]
+    here = [local for local in BACKENDS.values() if local.machines == "here"]
     out = console(quiet=as_json)
     failed: list[ClusterError] = []
     rows: list[FoundJob] = []
     present = []
     supervised = JobStore().supervised()
     for backend in [BACKENDS[given.backend]] if given else here:
-        for where, found in backend.jobs_on(machines, supervised).items():
+        for where, answer in backend.jobs_on(machines, supervised).items():
             present.append(where)
-            if isinstance(found, ClusterError):
-                failed.append(found)
+            if isinstance(answer, ClusterError):
+                failed.append(answer)
             else:
                 # with its name also other users' jobs, because it may be one of them that is meant
-                rows += [
-                    each for each in found if job in (each.job, each.launch_id) or (each.is_own and not job)
-                ]
-    for each in rows:
-        state = "is running" if each.runs else "is orphaned"
-        state += "" if each.is_own else f", of user {each.user}, and left alone"
-        parts = ", ".join(f"{what}: {count}" for what, count in each.counts.items())
-        out.print(f"{each.where}: {each.job} {state}: {parts} (launch {each.launch_id})")
-    removable = [each for each in rows if each.is_orphan or (each.is_own and job)]
+                rows += [row for row in answer if job in (row.job, row.launch_id) or (row.is_own and not job)]
+    for row in rows:
+        state = "is running" if row.runs else "is orphaned"
+        state += "" if row.is_own else f", of user {row.user}, and left alone"
+        parts = ", ".join(f"{what}: {count}" for what, count in row.counts.items())
+        out.print(f"{row.where}: {row.job} {state}: {parts} (launch {row.launch_id})")
+    removable = [row for row in rows if row.is_orphan or (row.is_own and job)]
     confirmed = bool(removable) and (yes or (not as_json and _confirm(f"remove {len(removable)} of them?")))
     removed = []
-    for each in removable if confirmed else []:
+    for row in removable if confirmed else []:
         try:
-            BACKENDS[each.backend].remove(machines, each)
+            BACKENDS[row.backend].remove(machines, row)
         except ClusterError as error:
             failed.append(error)
             continue
-        removed.append(each)
-        out.print(f"{each.where}: removed {each.job}")
+        removed.append(row)
+        out.print(f"{row.where}: removed {row.job}")
     if as_json:
-        print(json.dumps([_as_json(each, each in removed) for each in rows], indent=1))
+        print(json.dumps([_as_json(row, row in removed) for row in rows], indent=1))
     if not rows and not failed:
         out.print("no orphans on " + ", ".join(dict.fromkeys(present)))
     if failed:

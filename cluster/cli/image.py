@@ -47,18 +47,18 @@ class ImageOptions(NodeOptions):
         """Return the chosen nodes and image."""
         from cluster.spec.image import DEFAULT_IMAGE
 
-        found = self.need(complete=False)
-        BACKENDS[found.backend].refuse("image push", BACKENDS)
-        kind = RUNTIMES.get(found.machines[0].runtime)  # None: not known yet
+        loaded = self.need(complete=False)
+        BACKENDS[loaded.backend].refuse("image push", BACKENDS)
+        kind = RUNTIMES.get(loaded.machines[0].runtime)  # None: not known yet
         if kind and kind.image_is_file:
-            why = f"{found.path}: {kind.name} runs an image file on the shared disk, so there is nothing to copy"
+            why = f"{loaded.path}: {kind.name} runs an image file on the shared disk, so there is nothing to copy"
             raise UsageError(why, kind.image_command())
-        known = {node.name: node for node in found.machines}
+        known = {node.name: node for node in loaded.machines}
         for name in self.names:
             if name not in known:
                 raise UsageError(f"no node {name!r}", f"the nodes are {', '.join(known)}")
         names = dict.fromkeys(self.names or known)
-        return [known[name] for name in names], self.image or found.image or DEFAULT_IMAGE
+        return [known[name] for name in names], self.image or loaded.image or DEFAULT_IMAGE
 
 
 @app.command(epilog="Example: clusterctl image push gpu-b --image trainer:0.1")
@@ -99,16 +99,16 @@ def ls(*, options: ImageOptions, as_json: AsJson = False) -> None:
 
     nodes, image = options.chosen()
     images.refuse_name(image)
-    found = parallel.each(nodes, lambda node: images.engine.inspect(node, image).id)
-    ids = {name: image_id for name, image_id in found.items() if not isinstance(image_id, ClusterError)}
+    image_ids = parallel.each(nodes, lambda node: images.engine.inspect(node, image).id)
+    ids = {name: image_id for name, image_id in image_ids.items() if not isinstance(image_id, ClusterError)}
     if as_json:
-        print(json.dumps({name: ids.get(name) for name in found}, indent=1))
+        print(json.dumps({name: ids.get(name) for name in image_ids}, indent=1))
     else:
-        width = max(len(name) for name in found)
-        for name in found:
+        width = max(len(name) for name in image_ids)
+        for name in image_ids:
             state = (short_id(ids[name]) or "missing") if name in ids else "no answer"
             print_line(console(), f"{name:<{width}}   {image}   {state}")
-    parallel.together(found)
+    parallel.together(image_ids)
     if len({*ids.values()}) > 1 or "" in ids.values():
         raise typer.Exit(1)
 
@@ -134,15 +134,15 @@ def sif(
     from cluster.images import apptainer as sif_file
     from cluster.spec.image import DEFAULT_IMAGE
 
-    found = NodeOptions(inventory).need()
-    login = found.machines[0]
-    if not BACKENDS[found.backend].has_login_node:
-        why = f"{found.path}: backend {found.backend} has no login node, which converts the image"
+    cluster = NodeOptions(inventory).need()
+    login = cluster.machines[0]
+    if not BACKENDS[cluster.backend].has_login_node:
+        why = f"{cluster.path}: backend {cluster.backend} has no login node, which converts the image"
         raise UsageError(why, "to copy the image to machines: clusterctl image push")
     image = image or DEFAULT_IMAGE
     name = image.rpartition("/")[2].replace(":", "-") + ".sif"
     default = str(PurePosixPath(login.run_dir).parent / name)
-    target = target or (found.image if found.image.endswith(".sif") else default)
+    target = target or (cluster.image if cluster.image.endswith(".sif") else default)
     if not target.startswith("/"):
         raise UsageError(f"{target}: not an absolute path", f"for example: /shared/{name}")
     out = console()
@@ -154,8 +154,8 @@ def sif(
         print("interrupted; no file was written", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     print_line(out, f"{login.name}: {target}, {time.monotonic() - began:.0f} s")
-    if found.image != target:
-        print_line(out, f"to use it in every job, write in {found.path}: image: {target}")
+    if cluster.image != target:
+        print_line(out, f"to use it in every job, write in {cluster.path}: image: {target}")
 
 
 def push_to(nodes: Sequence[Machine], image: str, out: Console) -> dict[str, Pushed | ClusterError]:

@@ -127,18 +127,18 @@ def init(
     wanted = replace(
         given,
         device=cast(Device, "cuda" if device == "auto" else device),
-        machines=tuple(replace(each, **options) for each in given.machines),  # type: ignore[arg-type]
+        machines=tuple(replace(machine, **options) for machine in given.machines),  # type: ignore[arg-type]
     )
     with console(stderr=True).status(f"inspecting {len(wanted.machines)} machines"):
-        found = discovery.inspect(wanted)
-    chosen = cast(Device, discovery.device(found, device))
+        inspected = discovery.inspect(wanted)
+    chosen = cast(Device, discovery.device(inspected, device))
     machines = tuple(
-        replace(each.machine, gpus=()) if chosen == "cpu" else each.machine for each in found.values()
+        replace(host.machine, gpus=()) if chosen == "cpu" else host.machine for host in inspected.values()
     )
     command = shlex.join(["clusterctl", "init", *hosts, *(["--hostfile", hostfile] if hostfile else [])])
     notes = {
-        name: [f"{each.hostname}: {_gpus(each)}, {each.engine}, {each.free_gb:.0f} GB free", *each.notes]
-        for name, each in found.items()
+        name: [f"{host.hostname}: {_gpus(host)}, {host.engine}, {host.free_gb:.0f} GB free", *host.notes]
+        for name, host in inspected.items()
     }
     head = [f"Found by: {command}"]
     head.append("All keys: docs/reference/configuration.md. To check the machines: clusterctl doctor")
@@ -147,20 +147,22 @@ def init(
     _write(path, schema.write(replace(wanted, device=chosen, machines=machines), notes, head))
     if as_json:
         print(
-            json.dumps({"file": output, "device": chosen, "nodes": [asdict(each) for each in found.values()]})
+            json.dumps(
+                {"file": output, "device": chosen, "nodes": [asdict(host) for host in inspected.values()]}
+            )
         )
         return
     titles = ("node", "address", "GPUs", "runtime", "free", "run directory")
     table = Table(*(Column(title, overflow="fold") for title in titles), **PLAIN)
-    for name, each in found.items():
-        address = f"{each.machine.address} ({each.network})" if each.network else each.machine.address
-        table.add_row(name, address, _gpus(each), each.engine, f"{each.free_gb:.0f} GB", each.machine.run_dir)
+    for name, host in inspected.items():
+        address = f"{host.machine.address} ({host.network})" if host.network else host.machine.address
+        table.add_row(name, address, _gpus(host), host.engine, f"{host.free_gb:.0f} GB", host.machine.run_dir)
     out = console()
     out.print(table)
     if chosen == "cpu" and device == "auto":
         print_line(out, NO_GPU, style="bold yellow")
-    for name, each in found.items():
-        for note in each.notes:
+    for name, host in inspected.items():
+        for note in host.notes:
             print_line(out, f"{name}: {note}", style="yellow")
     print_line(out, f"wrote {output}; next: clusterctl doctor")
 
@@ -187,8 +189,8 @@ def _of_cluster(backend: str, path: Path, device: str, *, as_json: bool) -> None
         )
     if device not in _DEVICES:
         raise UsageError(f"--device {device}: unknown", f"use one of: {', '.join(_DEVICES)}")
-    settings, found, notes = BACKENDS[backend].discover()
-    chosen = found if device == "auto" else device
+    settings, cluster_device, notes = BACKENDS[backend].discover()
+    chosen = cluster_device if device == "auto" else device
     head = f"# Found by: clusterctl init --backend {backend}\n# All keys: docs/reference/configuration.md\n"
     _write(path, head + yaml_text({"backend": backend, "device": chosen, backend: settings}))
     if as_json:

@@ -196,16 +196,16 @@ def ps(
         rows.append(row | _about(job_status))
     problems = [f"{_named(names)}: {reason}" for reason, names in reasons.items()]
     damaged = records.unreadable()
-    for each in damaged:
+    for unreadable in damaged:
         row = {
-            "job": each.job_id,
+            "job": unreadable.job_id,
             "state": "unreadable",
             "backend": "",
             "nodes": "",
             "age_s": "",
             "supervisor": "",
         }
-        rows.append(row | {"run_dir": "", "record": str(each.path), "error": each.error.message})
+        rows.append(row | {"run_dir": "", "record": str(unreadable.path), "error": unreadable.error.message})
     if as_json:
         print(json.dumps(rows, indent=1))
         return
@@ -225,7 +225,11 @@ def ps(
         shown |= {"run_dir": from_here(row["run_dir"], here) if row["run_dir"] else row["record"]}
         table.add_row(*(str(shown[key]) for key in _COLUMNS))
     console().print(table)
-    print_line(console(), *problems, *(with_hint(each.error.message, each.error.hint) for each in damaged))
+    print_line(
+        console(),
+        *problems,
+        *(with_hint(unreadable.error.message, unreadable.error.hint) for unreadable in damaged),
+    )
 
 
 def status(job: options.JobName, as_json: options.AsJson = False) -> None:
@@ -291,7 +295,7 @@ def logs(
     plan = monitor.record.plan
     kept = notes.Reader(monitor.record.plan)
     wanted = session.node_named(monitor.record, node).name if node else ""
-    width = max(len(each.name) for each in plan.nodes)
+    width = max(len(member.name) for member in plan.nodes)
     try:
         while True:
             lines = monitor.step(everything=everything)

@@ -449,7 +449,7 @@ def read_secrets(path: str) -> dict[str, str]:
 
     Raise UsageError if a line is malformed. The message has its number, not its text.
     """
-    found = {}
+    values = {}
     for number, line in enumerate(options.read_text(path, "--env-file ").splitlines() if path else (), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
@@ -458,21 +458,21 @@ def read_secrets(path: str) -> dict[str, str]:
             hint = "write one NAME=VALUE per line; lines that begin with # are comments"
             raise UsageError(f"--env-file {path}, line {number}: not NAME=VALUE", hint)
         value = match[2]
-        found[match[1]] = (
+        values[match[1]] = (
             value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
         )
-    return found
+    return values
 
 
 def secret_values(names: Sequence[str], in_file: Mapping[str, str]) -> dict[str, str]:
     """Return the value of each name from the file, or else from the environment. Raise UsageError if one is not set."""
-    found = {**os.environ, **in_file}
+    values = {**os.environ, **in_file}
     for name in names:
-        if name not in found:
+        if name not in values:
             hint = f"set it (export {name}=...), or put it in a file of secrets: --env-file FILE"
             raise UsageError(f"--env {name}: {name} is not set in your environment", hint)
-        if not found[name].isascii() and os.fsencode(found[name]).decode(errors="ignore") != found[name]:
+        if not values[name].isascii() and os.fsencode(values[name]).decode(errors="ignore") != values[name]:
             raise UsageError(
                 f"--env {name}: the value of {name} is not UTF-8", "encode it, for example in base64"
             )
-    return {name: found[name] for name in names}
+    return {name: values[name] for name in names}

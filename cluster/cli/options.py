@@ -84,17 +84,17 @@ class NodeOptions(MachineOptions):
         """
         from cluster.transport import discovery
 
-        found = discovery.load(
+        loaded = discovery.load(
             BACKENDS, self.inventory, self.hosts, self.hostfile, self.ssh_config, self.only, backend=backend
         )
-        return discovery.complete(found) if found and complete else found
+        return discovery.complete(loaded) if loaded and complete else loaded
 
     def need(self, *, complete: bool = True) -> Inventory:
         """Return the chosen inventory; raise UsageError if there is none."""
-        found = self.load(complete=complete)
-        if found is None:
+        loaded = self.load(complete=complete)
+        if loaded is None:
             raise UsageError("no machines: this folder has no cluster.yaml", "clusterctl init gpu-a gpu-b")
-        return found
+        return loaded
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,9 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     def called(**values: Any) -> None:
         built = {}
         for name, group in groups.items():
-            built[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
+            built[name] = group(**{option.name: values.pop(option.name) for option in fields(group)})
         command(**built, **values)
 
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    called.__annotations__ = {shown.name: shown.annotation for shown in parameters}
     return called

@@ -43,7 +43,7 @@ def exec_(
     from cluster.supervisor import session
 
     record = JobStore().load(job)
-    width = max(len(each.name) for each in record.plan.nodes)
+    width = max(len(member.name) for member in record.plan.nodes)
 
     def show(name: str, line: str) -> None:
         print(f"{name:<{width}} | {line}", flush=True)

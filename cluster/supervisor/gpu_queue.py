@@ -55,11 +55,11 @@ class GpuQueue:
                 if machine.name in held
             ]
             if job.hosts:
-                found = machines_for(job, self._machines, free)
+                chosen = machines_for(job, self._machines, free)
             else:
-                found = free if sum(len(machine.gpus) for machine in free) >= job.world_size else None
-            if found is not None and not ahead:
-                return found
+                chosen = free if sum(len(machine.gpus) for machine in free) >= job.world_size else None
+            if chosen is not None and not ahead:
+                return chosen
             holders = sorted({holder for jobs in held.values() for holder in jobs.values()})
             why = f"held by {', '.join(holders)}" if holders else "not enough nodes answer"
             if ahead:

@@ -36,7 +36,7 @@ def poll_all(each: Sequence[JobRecord], records: JobStore) -> list[JobStatus]:
 
     A job whose nodes do not answer is unreachable, and so is one whose record this version cannot use.
     """
-    found: dict[int, JobStatus] = {}
+    polled: dict[int, JobStatus] = {}
     again: dict[int, JobRecord] = {}
     answers = _observe_all(each, records)
     for index, (record, answer) in enumerate(zip(each, answers, strict=True)):
@@ -47,12 +47,12 @@ def poll_all(each: Sequence[JobRecord], records: JobStore) -> list[JobStatus]:
         except Exception as error:  # one job hides no other
             status = job_status.unreachable(record, records, error)
         if isinstance(status, JobStatus):
-            found[index] = status
+            polled[index] = status
         else:
             again[index] = status
     if again:
-        found |= dict(zip(again, poll_all([*again.values()], records), strict=True))
-    return [found[index] for index in range(len(each))]
+        polled |= dict(zip(again, poll_all([*again.values()], records), strict=True))
+    return [polled[index] for index in range(len(each))]
 
 
 #: The statuses of a job's nodes, why they are not known, or None for a job without nodes to poll.

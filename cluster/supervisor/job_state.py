@@ -228,13 +228,13 @@ def waits_for(view: JobView) -> str:
 
 def silence(view: JobView) -> str:
     """Return which nodes do not answer, and why; "" if all answer."""
-    found: dict[str, list[str]] = {}
+    silent_nodes: dict[str, list[str]] = {}
     for node in view.nodes:
         if node.status.silent:
-            found.setdefault(node.status.silent, []).append(node.name)
-    if len(found) == 1 and len(view.nodes) == sum(map(len, found.values())):
-        return next(iter(found))
-    return "; ".join(f"{', '.join(names)}: {why}" for why, names in found.items())
+            silent_nodes.setdefault(node.status.silent, []).append(node.name)
+    if len(silent_nodes) == 1 and len(view.nodes) == sum(map(len, silent_nodes.values())):
+        return next(iter(silent_nodes))
+    return "; ".join(f"{', '.join(names)}: {why}" for why, names in silent_nodes.items())
 
 
 def overdue(view: JobView, now: float, grace_s: float) -> list[NodeView]:

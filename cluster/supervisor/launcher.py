@@ -66,7 +66,9 @@ def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str
         return wanted, ""
     if wanted not in ("auto", "here"):
         raise UsageError(f"--backend {wanted}: unknown", near_or_all(wanted, ["auto", *BACKENDS, "here"]))
-    best, fallback = itertools.islice((each for each in BACKENDS.values() if each.machines == "here"), 2)
+    best, fallback = itertools.islice(
+        (backend for backend in BACKENDS.values() if backend.machines == "here"), 2
+    )
     problem = best.problem()
     if problem is None:
         return best.name, ""
@@ -140,10 +142,10 @@ def _content(path: str) -> bytes | None:
     A device, a FIFO or a file of /proc is never opened: its content may have no end, or never come.
     """
     try:
-        found = Path(path).stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size == 0:
+        status = Path(path).stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
             return b""
-        return Path(path).read_bytes() if found.st_size <= _LARGEST_READ else None
+        return Path(path).read_bytes() if status.st_size <= _LARGEST_READ else None
     except PermissionError:
         return None
     except (OSError, ValueError):  # no such file, or not a path
@@ -345,11 +347,11 @@ class Launcher:
         """
         _check_program(job)
         code = workdir.scan(job.workdir, self.without) if job.copies_workdir else None
-        if not self.sends_secrets and (found := workdir.secrets(job.workdir, code or ())):
-            more = f", and {len(found) - 5} more" if len(found) > 5 else ""
+        if not self.sends_secrets and (secret_files := workdir.secrets(job.workdir, code or ())):
+            more = f", and {len(secret_files) - 5} more" if len(secret_files) > 5 else ""
             raise UsageError(
                 "the nodes would get copies of files that usually hold secrets, from the working directory "
-                f"{job.workdir}: {', '.join(found[:5])}{more}",
+                f"{job.workdir}: {', '.join(secret_files[:5])}{more}",
                 "list them in .clusterignore to leave them out, or !NAME to send one; to send all: --yes",
             )
         check_files(job)
@@ -410,18 +412,18 @@ def survey(
         return {}
     backend = BACKENDS[plan.backend]
     job = job.on(nodes)
-    found = backend.survey(backend.plan(job, attempt=plan.attempt + 1, port=plan.master_port), joining)
-    usable = [node for node in joining if found[node.name] is None]
+    reports = backend.survey(backend.plan(job, attempt=plan.attempt + 1, port=plan.master_port), joining)
+    usable = [node for node in joining if reports[node.name] is None]
     synced = parallel.each(usable, lambda node: check_files(job.on([node])))
-    return found | {name: error for name, error in synced.items() if error is not None}
+    return reports | {name: error for name, error in synced.items() if error is not None}
 
 
 def unusable_spares(job: Job, backend: str) -> list[str]:
     """Return one sentence for each spare that could not replace a lost node."""
     if not job.spares:
         return []
-    found = survey(job, plan(job, backend), (*job.hosts, *job.spares), job.spares)
-    errors = [error for node in job.spares if (error := found[node.name])]
+    answers = survey(job, plan(job, backend), (*job.hosts, *job.spares), job.spares)
+    errors = [error for node in job.spares if (error := answers[node.name])]
     return [f"spare not usable: {with_hint(error.message, error.hint)}" for error in errors]
 
 
@@ -459,7 +461,7 @@ def gpus_in_use(records: JobStore) -> dict[Gpu, str]:
     """Return this machine's GPUs that recorded jobs use, with the jobs' names."""
     held: dict[Gpu, str] = {}
     for polled in job_monitor.poll_all(
-        [each for each in records if each.job.gpus and not each.outcome], records
+        [record for record in records if record.job.gpus and not record.outcome], records
     ):
         # While its Docker Engine is down, so are its containers.
         if polled.state not in ("done", "failed", "stopped", job_status.UNREACHABLE):
@@ -469,7 +471,7 @@ def gpus_in_use(records: JobStore) -> dict[Gpu, str]:
 
 def _unknown_gpus(job: Job, records: JobStore) -> list[str]:
     """Return a sentence if this machine's GPUs may be in use by a job whose record cannot be read."""
-    names = [str(each.path) for each in records.unreadable()] if job.gpus else []
+    names = [str(record.path) for record in records.unreadable()] if job.gpus else []
     return (
         [f"cannot read {', '.join(names)}: if that job is running, it may share GPUs with this one"]
         if names

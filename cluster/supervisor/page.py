@@ -198,7 +198,9 @@ def sections(
         facts.append(("to run it again", _code(shlex.join(["clusterctl", "launch", f"{run_dir}/job.yaml"]))))
     curves, newest = _results(run_dir, "results.csv")
     if not curves:
-        curves = _curves([{"epoch": each.epoch, **each.scores} for each in view.metrics] if view else [])
+        curves = _curves(
+            [{"epoch": metric.epoch, **metric.scores} for metric in view.metrics] if view else []
+        )
     images = [
         path
         for pattern in _IMAGES
@@ -413,15 +415,15 @@ def _attempts(attempts: Sequence[PastAttempt]) -> Markup:
     end = attempts[-1].ended_at
     total = max(end - begin, 1e-9)
     rows = []
-    for each in attempts:
-        x = 100 * (each.started_at - begin) / total
-        width = 100 * max(each.ended_at - each.started_at, 0) / total
+    for attempt in attempts:
+        x = 100 * (attempt.started_at - begin) / total
+        width = 100 * max(attempt.ended_at - attempt.started_at, 0) / total
         bar = Markup(
             '<svg class="bar" viewBox="0 0 100 6" preserveAspectRatio="none" role="img" '
             'aria-label="from {:.0f} % to {:.0f} % of the time"><rect x="{:.2f}" width="{:.2f}" height="6"/></svg>'
         ).format(x, x + width, x, max(width, 0.5))
-        text = f"{', '.join(each.nodes)}, {seconds(max(0.0, each.ended_at - each.started_at))}: {each.cause}"
-        rows.append((f"attempt {each.attempt}", Markup("{}{}").format(text, bar)))
+        text = f"{', '.join(attempt.nodes)}, {seconds(max(0.0, attempt.ended_at - attempt.started_at))}: {attempt.cause}"
+        rows.append((f"attempt {attempt.attempt}", Markup("{}{}").format(text, bar)))
     return _table(rows)
 
 
@@ -429,8 +431,8 @@ def _results(run_dir: Path, name: str) -> tuple[Sequence[Markup], Mapping[str, f
     """Return the charts of results.csv, and its newest values."""
     try:
         with inside.open_file(run_dir, name) as file:
-            found = os.fstat(file.fileno())
-        return _parsed_results(run_dir, name, found.st_ino, found.st_mtime_ns, found.st_size)
+            version = os.fstat(file.fileno())
+        return _parsed_results(run_dir, name, version.st_ino, version.st_mtime_ns, version.st_size)
     except (OSError, csv.Error):
         return [], {}
 
@@ -464,11 +466,11 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> list[Markup]:
 def _points(rows: Sequence[Mapping[str, Any]], column: str) -> list[tuple[float, float]]:
     """Return (epoch, value) pairs; of many, the extremes of equal parts."""
     pairs = ((_value(row, "epoch"), _value(row, column)) for row in rows)
-    found = [(epoch, value) for epoch, value in pairs if epoch is not None and value is not None]
-    if len(found) <= _MOST_POINTS:
-        return found
-    size = math.ceil(2 * len(found) / _MOST_POINTS)
-    parts = [found[at : at + size] for at in range(0, len(found), size)]
+    points = [(epoch, value) for epoch, value in pairs if epoch is not None and value is not None]
+    if len(points) <= _MOST_POINTS:
+        return points
+    size = math.ceil(2 * len(points) / _MOST_POINTS)
+    parts = [points[at : at + size] for at in range(0, len(points), size)]
     return [point for part in parts for point in sorted({min(part, key=_height), max(part, key=_height)})]
 
 

@@ -97,8 +97,8 @@ def overdue(node: NodeView) -> str:
 
 def from_here(path: str, cwd: str) -> PurePath:
     """Return a path in the folder `cwd` relative to it, and any other path as it is."""
-    found = PurePath(path)
-    return found.relative_to(cwd) if found.is_relative_to(cwd) else found
+    full = PurePath(path)
+    return full.relative_to(cwd) if full.is_relative_to(cwd) else full
 
 
 def cause(view: JobView, verdict: Verdict) -> str:
@@ -165,9 +165,9 @@ def _stall(ranks: Sequence[StalledRank]) -> str:
     The ranks outside of a collective come first, and of those the place with the fewest ranks.
     """
     places: dict[tuple[str, str, str], list[int]] = {}
-    for each in ranks:
-        key = (each.collective or "", each.call or "", each.place or "")
-        places.setdefault(key, []).append(each.rank)
+    for stalled in ranks:
+        key = (stalled.collective or "", stalled.call or "", stalled.place or "")
+        places.setdefault(key, []).append(stalled.rank)
     collectives = list(dict.fromkeys(collective for collective, _, _ in places if collective))
     parts = []
     for (collective, call, place), numbers in sorted(
@@ -181,7 +181,7 @@ def _stall(ranks: Sequence[StalledRank]) -> str:
         elif collectives:
             what = f"{who} {'has' if is_one else 'have'} not entered {collectives[0]}: {call or 'unknown'}"
         parts.append(what + (f" ({place})" if place else ""))
-    is_busy = any(each.busy for each in ranks)
+    is_busy = any(stalled.busy for stalled in ranks)
     what = "no output, and busy at the same place" if is_busy else "no output and no activity"
     return f"{what}: " + "; ".join(parts)
 
@@ -208,12 +208,12 @@ def _own_lines(node: NodeView, tail: Iterable[str]) -> list[str]:
     local_rank = node.status.failure.local_rank if node.status.failure else None
     if local_rank is None:
         return list(tail)[-LAST_LINES:]
-    found = []
+    lines = []
     for line in tail:
         match = _OTHER_RANK.match(line)
         if (int(match[1]) if match else 0) == local_rank and not line.startswith(AGENT_PREFIX):
-            found.append(line[match.end() :] if match else line)
-    return found[-LAST_LINES:]
+            lines.append(line[match.end() :] if match else line)
+    return lines[-LAST_LINES:]
 
 
 def _last_progress(node: NodeView) -> str:

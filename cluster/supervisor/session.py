@@ -148,8 +148,8 @@ def _refuse_kinds(copied: Path, target: Path) -> None:
             else "it is a folder, and the copy is a file"
         )
         raise UsageError(f"{target}: {what}", "copy it to another name")
-    for each in sorted(copied.iterdir()) if is_folder else ():
-        _refuse_kinds(each, target / each.name)
+    for entry in sorted(copied.iterdir()) if is_folder else ():
+        _refuse_kinds(entry, target / entry.name)
 
 
 def _put(copied: Path, target: Path) -> None:
@@ -158,8 +158,8 @@ def _put(copied: Path, target: Path) -> None:
     if not is_merged:
         copied.replace(target)
         return
-    for each in sorted(copied.iterdir()):
-        _put(each, target / each.name)
+    for entry in sorted(copied.iterdir()):
+        _put(entry, target / entry.name)
 
 
 def _copy_here(run_dir: str, path: str, target: Path, left_out: Callable[[str], None]) -> None:
@@ -172,14 +172,14 @@ def _copy_here(run_dir: str, path: str, target: Path, left_out: Callable[[str], 
         for where, folders, names in os.walk(source):
             copied = target / os.path.relpath(where, source)
             copied.mkdir(mode=Path(where).stat().st_mode & 0o777 | 0o700)
-            for each in (Path(where, name) for name in (*folders, *names)):
-                if not each.is_symlink():
-                    if each.name in names:
-                        _copy_file(run_dir, each, copied / each.name, left_out)
-                elif inside.leads_out(each, source):
-                    left_out(f"{each} leads out of {source}: it is a link to {each.readlink()}")
+            for child in (Path(where, name) for name in (*folders, *names)):
+                if not child.is_symlink():
+                    if child.name in names:
+                        _copy_file(run_dir, child, copied / child.name, left_out)
+                elif inside.leads_out(child, source):
+                    left_out(f"{child} leads out of {source}: it is a link to {child.readlink()}")
                 else:
-                    (copied / each.name).symlink_to(each.readlink())
+                    (copied / child.name).symlink_to(child.readlink())
     except OSError as error:
         raise ClusterError(f"{error.filename or source} cannot be copied: {error.strerror}") from error
 
@@ -289,9 +289,9 @@ def tensorboard(record: JobRecord, node: Node) -> Iterator[int]:
         try:
             last = ""
             for line in cast("IO[str]", process.stdout):
-                if found := re.search(r" at http://\S+:(\d+)/", line):
+                if match := re.search(r" at http://\S+:(\d+)/", line):
                     threading.Thread(target=cast("IO[str]", process.stdout).read, daemon=True).start()
-                    yield int(found[1])
+                    yield int(match[1])
                     return
                 last = line.strip() or last
             raise ClusterError(

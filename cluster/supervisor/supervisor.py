@@ -231,19 +231,19 @@ class Supervisor:
         if _checkpoint_times(stayed, plan)[0]:
             return
         own, _ = _checkpoint_times(plan.machines, plan)
-        found, silent = _checkpoint_times(retired, plan)
-        if silent and not (found or own or stayed) and self.record.history[-1].step > (0, 0):
+        times, silent = _checkpoint_times(retired, plan)
+        if silent and not (times or own or stayed) and self.record.history[-1].step > (0, 0):
             self.show.note(f"no machine that answers has a checkpoint: waiting for {', '.join(silent)}")
             clock = AwakeClock()
             until = clock() + RETURN_S
-            while silent and not found and clock() < until:
+            while silent and not times and clock() < until:
                 time.sleep(_RETURN_POLL_S)
-                found, silent = _checkpoint_times(retired, plan)
-            if silent and not found:
+                times, silent = _checkpoint_times(retired, plan)
+            if silent and not times:
                 self.show.note(f"{', '.join(silent)} did not come back: training restarts from the beginning")
-        if max(found.values(), default=0) <= max(own.values(), default=0):
+        if max(times.values(), default=0) <= max(own.values(), default=0):
             return
-        source = max((host for host in retired if host.name in found), key=lambda host: found[host.name])
+        source = max((host for host in retired if host.name in times), key=lambda host: times[host.name])
         not_checkpoint = ("attempt-*", "events.*", "labels*", "results*", "train_*", "previous*", "before*")
         # Not `collect`: a link that is left out is no reason to give the job up.
         without = [f"--exclude={pattern}" for pattern in not_checkpoint]
@@ -353,10 +353,10 @@ def _checkpoint_times(hosts: Sequence[Machine], plan: Plan) -> tuple[dict[str, i
     """Return the time of the newest checkpoint of each host that has one, and the hosts that do not answer."""
     stat = ["bash", "-c", 'stat -c %Y -- "$1" 2>/dev/null; exit 0', "stat"]
     path = f"{{}}/{contract.LAST_CHECKPOINT}"
-    found = parallel.each(
+    answers = parallel.each(
         hosts, lambda host: reach(host).run([*stat, path.format(plan.dir_on(host))], timeout_s=8).out
     )
     times = {
-        name: int(out) for name, out in found.items() if not isinstance(out, ClusterError) and out.strip()
+        name: int(out) for name, out in answers.items() if not isinstance(out, ClusterError) and out.strip()
     }
-    return times, [name for name, out in found.items() if isinstance(out, ClusterError)]
+    return times, [name for name, out in answers.items() if isinstance(out, ClusterError)]

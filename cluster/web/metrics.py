@@ -61,29 +61,29 @@ class _Jobs(Collector):
 
         for name in self._unreadable:
             state(name, "", "unreadable")
-        for each in self._jobs:
-            job = each.record.plan.job_id
-            plan = each.record.plan
-            state(job, plan.backend, each.status.state)
-            if (since := each.status.since) is not None:
+        for live_job in self._jobs:
+            job = live_job.record.plan.job_id
+            plan = live_job.record.plan
+            state(job, plan.backend, live_job.status.state)
+            if (since := live_job.status.since) is not None:
                 gauge(
                     "job_state_since_seconds", "Unix time since which the job has its state.", since, job=job
                 )
-            if each.status.last_state:
+            if live_job.status.last_state:
                 text = "1 for the state in which an unreachable job was seen last."
-                gauge("job_last_state", text, 1, job=job, state=each.status.last_state)
+                gauge("job_last_state", text, 1, job=job, state=live_job.status.last_state)
             gauge("job_attempt", "Number of the attempt, from 1.", plan.attempt, job=job)
             gauge("job_nodes", "Nodes of the job.", len(plan.nodes), job=job)
-            if each.record.outcome or not each.view or each.status.last_state:
+            if live_job.record.outcome or not live_job.view or live_job.status.last_state:
                 continue
-            gauge("job_nodes_ready", "Nodes that have joined.", each.view.ready_count, job=job)
+            gauge("job_nodes_ready", "Nodes that have joined.", live_job.view.ready_count, job=job)
             for key, (name, text) in _PROGRESS.items():
-                if each.view.progress and (value := getattr(each.view.progress, key)) is not None:
+                if live_job.view.progress and (value := getattr(live_job.view.progress, key)) is not None:
                     gauge(f"job_{name}", text, value, job=job)
             for key in SCORES:
-                if each.view.metric and (score := each.view.metric.score(key)) is not None:
+                if live_job.view.metric and (score := live_job.view.metric.score(key)) is not None:
                     gauge("job_score", "Score of the last epoch.", score, job=job, score=key)
-            for node in each.view.nodes:
+            for node in live_job.view.nodes:
                 for row in node.ranks:
                     for key, (name, text, factor) in _RANK.items():
                         if (value := getattr(row, key)) is not None:

@@ -137,16 +137,17 @@ class Server(ThreadingHTTPServer):
             return self._pages.setdefault(job_id, LivePage(poll))
 
     def _list(self) -> Markup:
-        found = self.jobs()
+        jobs = self.jobs()
         damaged = self.store.unreadable()
-        if not found and not damaged:
+        if not jobs and not damaged:
             return Markup(
                 "<section><h1>Jobs</h1><p>no jobs yet: <code>clusterctl launch --nodes 2 --gpus 2</code></p></section>"
             )
-        poll_list(found, self.store)
-        rows = sorted((job.row() for job in found), key=lambda row: not row.runs)
+        poll_list(jobs, self.store)
+        rows = sorted((job.row() for job in jobs), key=lambda row: not row.runs)
         rows += [
-            page.JobRow(each.job_id, "unreadable", "unreadable", cause=each.error.message) for each in damaged
+            page.JobRow(unreadable.job_id, "unreadable", "unreadable", cause=unreadable.error.message)
+            for unreadable in damaged
         ]
         return Markup("<section><h1>Jobs</h1>{}</section>").format(page.job_list(rows))
 
@@ -206,10 +207,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _cookie(self, name: str) -> str:
         """Return the value of a cookie of the request, or ""."""
         try:
-            found = SimpleCookie(self.headers.get("Cookie", "")).get(name)
+            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(name)
         except CookieError:
             return ""
-        return found.value if found else ""
+        return cookie.value if cookie else ""
 
     def _route(self, path: str, query: dict[str, list[str]]) -> None:
         if path == "/":
@@ -219,16 +220,16 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/metrics" and self.server.has_metrics:
             from cluster.web import metrics
 
-            damaged = [each.job_id for each in self.server.store.unreadable()]
+            damaged = [unreadable.job_id for unreadable in self.server.store.unreadable()]
             polled = self.server.jobs()
             poll_list(polled, self.server.store)
             text = metrics.render(polled, damaged)
             self._head("text/plain; version=0.0.4; charset=utf-8", "default-src 'none'", len(text))
             self.wfile.write(text)
-        elif not (found := re.fullmatch(r"/jobs/([^/]+)/(.*)", path)):
+        elif not (match := re.fullmatch(r"/jobs/([^/]+)/(.*)", path)):
             self._refuse(HTTPStatus.NOT_FOUND, "no such page")
         else:
-            job_id, rest = found.groups()
+            job_id, rest = match.groups()
             record = self.server.job(job_id).record
             log = re.fullmatch(r"logs/([^/]+?)(/events)?", rest)
             if rest == "":
