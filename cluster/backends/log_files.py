@@ -21,9 +21,8 @@ def append(plan: Plan, copy: Path, at: int, chunk: bytes) -> None:
     if not chunk:
         return
     with inside.open_file(plan.run_dir, copy, "ab") as file:
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks: two processes may write a line twice
+        # On a file system without locks, two processes may write a line twice.
+        with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         written = file.seek(0, io.SEEK_END) - at
         rest = chunk[written:] if written >= 0 else b""

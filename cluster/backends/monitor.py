@@ -162,11 +162,10 @@ class NodeMonitor:
                 statuses[node.name] = status
         if self._silent_is_lost and all(not poll.statuses and poll.silent_s > LOST_AFTER_S for poll in polls):
             # No machine ever answered: rather this machine's network or keys, and the job's state is unknown.
-            answers = next((poll.error for poll in polls if isinstance(poll.error, ClusterError)), None)
-            no_answer = UnreachableError(
-                f"{plan.machines[0].name}: does not answer"
-            )  # the login may be under way
-            return UnreachableError(answers.message, answers.hint) if answers else no_answer
+            error = next((poll.error for poll in polls if isinstance(poll.error, ClusterError)), None)
+            if error is None:  # the login may be under way
+                return UnreachableError(f"{plan.machines[0].name}: does not answer")
+            return UnreachableError(error.message, error.hint)
         return [statuses[node.name] for node in plan.nodes]
 
     def _polls_of(self, keys: Sequence[tuple[object, ...]]) -> list["_MachinePoll"]:
@@ -273,9 +272,8 @@ class _MachinePoll:
             self.statuses = answer
             self.error = None
             self._answered_at = self._polled_at
-        except (
-            Exception
-        ) as error:  # `wait` raises it: a thread that just ends would look like a silent machine
+        # `wait` raises it: a thread that just ends would look like a silent machine.
+        except Exception as error:
             self.error = error
 
     def _ping(self, shell: Shell, poll_thread: threading.Thread) -> None:

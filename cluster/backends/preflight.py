@@ -113,9 +113,8 @@ def _gpu_problems(where: str, gpus: Sequence[Gpu], report: Sequence[str]) -> lis
     hint = f"in cluster.yaml, correct gpus of {where}; or use --device cpu"
     absent = [gpu for gpu in gpus if gpu not in listed]
     errors = [UsageError(f"{where}: no GPU {gpu}: nvidia-smi lists {here}", hint) for gpu in absent]
-    facts = dict(
-        line.partition("=")[::2] for line in reversed(report)
-    )  # Python imports the first of two packages
+    # In reverse, because Python imports the first of two packages.
+    facts = dict(line.partition("=")[::2] for line in reversed(report))
     if "compat" not in facts and (why := driver_problem(facts.get("driver", ""), facts.get("cuda", ""))):
         errors.append(UsageError(f"{where}: {why}", f"on {where}: {NEWER_DRIVER}"))
     return errors

@@ -72,10 +72,8 @@ class ContainerRuntime(Runtime):
         """Return the options that give a container these GPUs of the host."""
         if self.gpu_device:
             return [word for gpu in gpus for word in ("--device", f"{self.gpu_device}={gpu}")]
-        return [
-            "--gpus",
-            '"device=' + ",".join(str(gpu) for gpu in gpus) + '"',
-        ]  # the quotes are docker's CSV
+        devices = ",".join(map(str, gpus))
+        return ["--gpus", f'"device={devices}"']  # the quotes are docker's CSV
 
 
 class DockerRuntime(ContainerRuntime):

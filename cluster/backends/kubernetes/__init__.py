@@ -588,10 +588,8 @@ class KubernetesBackend(Backend):
         }
         readable = [name for name in ranks if name in states and states[name].runs and name not in skip]
         collected = Path(plan.attempt_dir, _COLLECTED)
-        if (
-            not readable and collected.exists()
-        ):  # by another process, such as the supervisor in the background
-            return []
+        if not readable and collected.exists():
+            return []  # another process has collected them, such as the supervisor in the background
         if not readable:
             why = "their machines do not answer" if skip else "no container of the job runs any more"
             return [f"not copied: the files of the pods cannot be read, because {why}"]

@@ -414,14 +414,14 @@ def _tolerations(job: Job, options: Options) -> list[Document]:
         taints = dict.fromkeys([f"{options.gpu_resource.partition('/')[0]}/gpu", options.gpu_resource])
         made = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
     for toleration in options.tolerations:
-        operator = toleration.operator or ("Equal" if toleration.value else "Exists")
         fields: Document = {
             "key": toleration.key,
-            "operator": operator,
+            "operator": toleration.operator or ("Equal" if toleration.value else "Exists"),
             "value": toleration.value,
             "effect": toleration.effect,
+            "tolerationSeconds": toleration.seconds,
         }
-        made.append(_given({**fields, "tolerationSeconds": toleration.seconds}))
+        made.append(_given(fields))
     return made
 
 
@@ -443,6 +443,7 @@ def _volumes(job: Job, options: Options, attempt: int) -> tuple[list[Document], 
     A claim that is mounted twice is one volume: with two, old versions of Kubernetes wait for ever.
     """
     runs = options.runs
+    runs_source = _source(runs.claim, runs.host_path)
     memory = {"medium": "Memory", **({"sizeLimit": options.shared_memory} if options.shared_memory else {})}
     wanted: list[tuple[str, Document, Document]] = [
         (
@@ -451,40 +452,40 @@ def _volumes(job: Job, options: Options, attempt: int) -> tuple[list[Document], 
             {"mountPath": _AGENT_FOLDER, "readOnly": True},
         ),
         ("shm", {"emptyDir": memory}, {"mountPath": "/dev/shm"}),
-        (RUNS_VOLUME, _source(runs.claim, runs.host_path), {"mountPath": RUNS, "subPath": runs.sub_path}),
+        (RUNS_VOLUME, runs_source, {"mountPath": RUNS, "subPath": runs.sub_path}),
     ]
-    for volume in options.volumes:
-        mount = {"mountPath": volume.path, "subPath": volume.sub_path, "readOnly": volume.read_only or None}
-        wanted.append(("", _source(volume.claim, volume.host_path, volume.empty_dir), mount))
+    for entry in options.volumes:
+        mount = {"mountPath": entry.path, "subPath": entry.sub_path, "readOnly": entry.read_only or None}
+        wanted.append(("", _source(entry.claim, entry.host_path, entry.empty_dir), mount))
     wanted += [
         ("", _source(None, mount.source), {"mountPath": mount.target, "readOnly": mount.read_only or None})
         for mount in job.mounts
         if not mount.synced
     ]
     kept = kept_workdir(job, options)
-    volumes: list[Document] = (
-        [{"name": INPUTS_VOLUME, "emptyDir": {}}] if kept else []
-    )  # for the init container
     for sent in inputs(job):
-        mount = {"mountPath": sent.target, "subPath": input_path(sent), "readOnly": sent.read_only or None}
-        wanted.append((INPUTS_VOLUME, {"emptyDir": {}}, mount))
         if kept and sent.target == job.workdir:
             below = "/".join(filter(None, [runs.sub_path, kept.removeprefix(f"{RUNS}/")]))
-            wanted[-1] = (RUNS_VOLUME, wanted[2][1], {"mountPath": sent.target, "subPath": below})
+            wanted.append((RUNS_VOLUME, runs_source, {"mountPath": sent.target, "subPath": below}))
+            continue
+        mount = {"mountPath": sent.target, "subPath": input_path(sent), "readOnly": sent.read_only or None}
+        wanted.append((INPUTS_VOLUME, {"emptyDir": {}}, mount))
+    # The init container needs the volume of the files even if the node's container mounts none of them.
+    volumes: list[Document] = [{"name": INPUTS_VOLUME, "emptyDir": {}}] if kept else []
     mounts: list[Document] = []
     for name, source, mount in wanted:
-        made = {"name": name or f"volume-{len(volumes) - 2}", **source}
-        # each empty folder is another one
-        same = [
-            volume
-            for volume in volumes
-            if volume == made or ("emptyDir" not in source and volume == {**volume, **source})
-        ]
-        if not same:
-            volumes.append(made)
-        mounts.append(_given({"name": (same or [made])[0]["name"], **mount}))
+        volume = {"name": name or f"volume-{len(volumes) - 2}", **source}
+        same = next((other for other in volumes if _is_same_volume(other, volume)), None)
+        if same is None:
+            volumes.append(volume)
+        mounts.append(_given({"name": (same or volume)["name"], **mount}))
     _refuse_twice([mount["mountPath"] for mount in mounts])
     return volumes, mounts
+
+
+def _is_same_volume(one: Document, other: Document) -> bool:
+    """Return whether volumes are one, also if their names differ, unless they are two empty folders."""
+    return one == other or ("emptyDir" not in other and one == {**other, "name": one["name"]})
 
 
 def _source(claim: str | None, host_path: str | None, size: str | None = None) -> Document:
@@ -552,8 +553,9 @@ def _yaml(document: Document) -> str:
             return True
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-        is_word = re.fullmatch(r"[A-Za-z/][^\n]*", value) and len(value) > 1
-        style = None if is_word else "|" if "\n" in value else "'"
+        style: str | None = "|" if "\n" in value else "'"
+        if len(value) > 1 and re.fullmatch(r"[A-Za-z/][^\n]*", value):
+            style = None
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, text)

@@ -108,10 +108,8 @@ class PodMonitor:
     def status(self, state: waiting.PodState) -> NodeStatus:
         """Return the node's status while its container runs, by its agent's last answer."""
         answer = self.answer
-        if (
-            answer is not None and 0 < (answer.ended_at or 0) < state.started_at
-        ):  # of an earlier job, kept by a volume
-            answer = None
+        if answer is not None and 0 < (answer.ended_at or 0) < state.started_at:
+            answer = None  # it is an earlier job's, kept by a volume
         status = replace(answer or NodeStatus(self.name, "starting"), where=state.host)
         if status.phase in ("exited", "lost"):
             return status
@@ -124,9 +122,8 @@ class PodMonitor:
             if self.is_silent:
                 return NodeStatus(self.name, "lost", detail=why, silent=why)
             return replace(status, silent=why)
-        if (
-            self.error is None and self._thread is not None and self._thread.is_alive()
-        ):  # its kubelet may hang
+        is_asking = self._thread is not None and self._thread.is_alive()
+        if self.error is None and is_asking:  # its kubelet may hang
             waited_s = self._clock() - self._answered_at
             if waited_s > 2 * INTERVAL_S:
                 return replace(
@@ -269,9 +266,8 @@ def poll(
         if state.runs:
             statuses.append(monitor.status(state))
         elif monitor.answer is not None and monitor.answer.phase == "exited":
-            statuses.append(
-                replace(monitor.answer, where=state.host)
-            )  # the agent knew more than the pod does
+            # The agent knew more than the pod does.
+            statuses.append(replace(monitor.answer, where=state.host))
         else:
             if state.status.phase in ("exited", "lost"):
                 monitor.complete_log(kubectl)

@@ -62,9 +62,8 @@ def main() -> None:
     top = wanted["folder"]
     have = wanted["have"]
     since = wanted["since"]
-    sent = Path(
-        top, ".clusterctl-sent"
-    )  # of unpack.py: the folder has been there for longer than the container
+    # unpack.py writes it: the folder has been there for longer than the container.
+    sent = Path(top, ".clusterctl-sent")
     if sent.exists():
         since = sent.stat().st_ctime
     with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", format=tarfile.PAX_FORMAT) as archive:

@@ -37,9 +37,8 @@ def main(folder: str, file: str, name: str = "", kept: str = "", launch: str = "
     if fills:
         clear(Path(kept))
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
-        archive.extraction_filter = lambda member, _: (
-            member
-        )  # the launcher's own files, with links as they are
+        # They are the launcher's own files, with links as they are.
+        archive.extraction_filter = lambda member, _: member
         for member in archive:
             if member.name == "END":
                 complete = True
