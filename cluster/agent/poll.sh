@@ -7,7 +7,7 @@ state() {
         state="no folder"
     elif is_starting "$1/$2"; then
         state=starting
-    elif first_line "$1/$2.pid" && has_word "/proc/$line/cmdline" "$1/$2.sh"; then
+    elif is_alive "$1/$2"; then
         state=alive
     elif first_line "$1/$2.exit"; then # it has exited since the first line of this function
         state="exit $line"
@@ -21,10 +21,14 @@ is_starting() {
     if ! [ -s "$1.err" ]; then return 0; fi
     grep -qszxF -- "$1.sh" /proc/[0-9]*/cmdline
 }
+# Whether the script of the node $1 runs. Its pid alone may be another process's by now.
+is_alive() { first_line "$1.pid" && has_word "/proc/$line/cmdline" "$1.sh"; }
 # Whether the file $1, whose words end with a NUL, has the word $2.
 has_word() {
     local word
-    while IFS= read -r -d '' word; do [ "$word" != "$2" ] || return 0; done < "$1"
+    while IFS= read -r -d '' word; do
+        if [ "$word" = "$2" ]; then return 0; fi
+    done < "$1"
     return 1
 } 2>/dev/null
 nodes "$@"

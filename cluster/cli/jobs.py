@@ -399,18 +399,14 @@ def serve(
         except ImportError:
             raise UsageError("--metrics needs prometheus-client", "pip install prometheus-client") from None
     token = os.environ.get("CLUSTERCTL_TOKEN") or secrets.token_urlsafe(24)
-    if not re.fullmatch(
-        r"[\w.~-]{16,}", token, re.ASCII
-    ):  # it is not shown, because this one may be a secret, too
+    # The error does not show the token, because this one may be a secret, too.
+    if not re.fullmatch(r"[\w.~-]{16,}", token, re.ASCII):
         hint = "python3 -c 'import secrets; print(secrets.token_urlsafe())' prints one"
         raise UsageError("CLUSTERCTL_TOKEN: expected at least 16 letters, digits and -._~", hint)
     try:
         server = Server((host, port), JobStore(), token, has_metrics=metrics)
-    except (
-        OSError,
-        UnicodeError,
-        TypeError,
-    ) as error:  # no host name: not UTF-8, or a label that is too long
+    # The last two are of text that is no host name: not UTF-8, or a label that is too long.
+    except (OSError, UnicodeError, TypeError) as error:
         why = getattr(error, "strerror", None) or "this is not a host name"
         raise UsageError(
             f"cannot listen on {host}:{port}: {why}", "choose another port; --port 0 picks a free port"

@@ -149,12 +149,13 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(group, include_extras=True)
         if "backend" in hints:  # `Request` cannot list the backends: its package is below cluster.backends
             hints["backend"] = Backend
-        own = inspect.get_annotations(group)
-        for each in sorted(
-            fields(group), key=lambda each: each.name not in own
-        ):  # inherited options come last
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            parameters.append(parameter.replace(name=each.name, default=default, annotation=hints[each.name]))
+        declared_here = inspect.get_annotations(group)
+        # Inherited options come last.
+        for option in sorted(fields(group), key=lambda option: option.name not in declared_here):
+            default = option.default if option.default_factory is MISSING else option.default_factory()
+            parameters.append(
+                parameter.replace(name=option.name, default=default, annotation=hints[option.name])
+            )
 
     @functools.wraps(command)
     def called(**values: Any) -> None:

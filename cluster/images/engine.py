@@ -126,9 +126,8 @@ def build(folder: str, image: str) -> None:
 
 
 def _script(operation: str, node: Machine, *files: str, **values: str) -> list[str]:
-    known = (
-        [ENGINES[node.runtime]] if node.runtime in ENGINES else [*ENGINES.values()]
-    )  # engine.sh chooses one
+    # Of several, engine.sh chooses one.
+    known = [ENGINES[node.runtime]] if node.runtime in ENGINES else [*ENGINES.values()]
     if node is not HERE and node.runtime and not RUNTIMES[node.runtime].engine:
         hint = (
             RUNTIMES[node.runtime].image_command()

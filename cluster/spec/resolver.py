@@ -384,9 +384,8 @@ def _refuse_with_few_gpus(
     per_host = procs if isinstance(procs, tuple) else (procs,) * len(hosts)
     per_machine = (*per_host, *[max(per_host)] * len(spares))  # a spare may have to replace any node
     for index, (machine, wanted) in enumerate(zip(machines, per_machine, strict=True)):
-        needs_gpus = device == "cuda" or bool(
-            machine.gpus
-        )  # with `any`, machines without GPUs use their CPUs
+        # With `any`, machines without GPUs use their CPUs.
+        needs_gpus = device == "cuda" or bool(machine.gpus)
         if not needs_gpus or len(machine.gpus) >= wanted:
             continue
         where = "here" if index < len(hosts) else "of a spare"

@@ -59,10 +59,8 @@ def leave_behind(record: JobRecord, records: JobStore, secrets: Mapping[str, str
                 argv, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
         assert process.stdin
-        with (
-            suppress(BrokenPipeError),
-            process.stdin,
-        ):  # it has exited already: its exit code says whether that is wrong
+        # The pipe breaks if the process has exited already. Its exit code says whether that is wrong.
+        with suppress(BrokenPipeError), process.stdin:
             process.stdin.write(json.dumps(dict(secrets)).encode())
     except OSError as error:
         return f"{error.filename or 'the supervisor'}: {error.strerror}"
@@ -102,9 +100,8 @@ def _supervise(job_id: str, records: JobStore, secrets: Mapping[str, str]) -> No
             while time.monotonic() < until and not records.load(job_id).outcome:
                 time.sleep(attempt_monitor.POLL_S)
             continue
-        if (
-            records.load(job_id).outcome != "stopped"
-        ):  # `stop` itself cleans up, and waits for the end of this process
+        # `stop` itself cleans up, and waits for the end of this process.
+        if records.load(job_id).outcome != "stopped":
             _, problems = job_end.finish(attempt, records)
             notes.add(attempt.plan, *problems)
         return

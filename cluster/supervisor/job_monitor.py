@@ -151,9 +151,8 @@ class JobMonitor:
     def step(self, *, everything: bool = False) -> list[tuple[str, str]]:
         """Poll once and return the program's new lines, as `AttemptMonitor.step` does. Raises UnreachableError."""
         record = self._records.load(self.record.plan.job_id)
-        if (
-            record.plan.attempt < self.record.plan.attempt and not record.outcome
-        ):  # the queue's, not recorded yet
+        # The queue has started an attempt that is not recorded yet.
+        if record.plan.attempt < self.record.plan.attempt and not record.outcome:
             record = replace(record, plan=self.record.plan)
         lines = self._begin(record, everything=everything)
         self._is_undecided = False

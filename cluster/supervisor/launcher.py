@@ -217,9 +217,8 @@ class Launcher:
 
     def _launch(self, job: Job, backend: str, code: Mapping[str, int] | None) -> tuple[JobRecord, list[str]]:
         """Launch the job with its name. `code` is the working directory, if nodes get a copy of it."""
-        self.records.refuse_taken(
-            job.name
-        )  # before a machine says it, which does not know how to free the name
+        # Before a machine says it, which does not know how to free the name.
+        self.records.refuse_taken(job.name)
         checked = free_plan(job, backend, attempt=1)
         commit = workdir.commit(job.workdir) if job.copies_workdir else ""
         sent = tuple(workdir.secrets(job.workdir, code or ()))
@@ -230,9 +229,8 @@ class Launcher:
         if sent:
             notes.append(f"files that usually hold secrets were sent: {', '.join(sent)}")
         try:
-            with self.records.supervise(
-                checked.job_id
-            ):  # `attach` must not restart a job that is still starting
+            # Supervised from the start: `attach` must not restart a job that is still starting.
+            with self.records.supervise(checked.job_id):
                 self._reserve(record)
                 is_reserved = True
                 try:
@@ -496,10 +494,8 @@ def _make_folder(plan: Plan) -> None:
     mark = Path(plan.run_dir).parent / rsync.RUNS_MARK
     try:
         Path(plan.attempt_dir).mkdir(parents=True, exist_ok=False)
-        with (
-            suppress(FileExistsError),
-            mark.open("x") as file,
-        ):  # it may be another user's, who shares the folder
+        # An existing file may be another user's, who shares the folder.
+        with suppress(FileExistsError), mark.open("x") as file:
             file.write(rsync.RUNS_RULE)
     except OSError as error:
         above = next(folder for folder in mark.parents if folder.exists())

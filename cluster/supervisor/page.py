@@ -197,10 +197,8 @@ def sections(
     if (run_dir / "job.yaml").exists():
         facts.append(("to run it again", _code(shlex.join(["clusterctl", "launch", f"{run_dir}/job.yaml"]))))
     curves, newest = _results(run_dir, "results.csv")
-    if not curves:
-        curves = _curves(
-            [{"epoch": metric.epoch, **metric.scores} for metric in view.metrics] if view else []
-        )
+    if not curves and view:
+        curves = _curves([{"epoch": metric.epoch, **metric.scores} for metric in view.metrics])
     images = [
         path
         for pattern in _IMAGES
@@ -416,13 +414,14 @@ def _attempts(attempts: Sequence[PastAttempt]) -> Markup:
     total = max(end - begin, 1e-9)
     rows = []
     for attempt in attempts:
+        took_s = max(0.0, attempt.ended_at - attempt.started_at)
         x = 100 * (attempt.started_at - begin) / total
-        width = 100 * max(attempt.ended_at - attempt.started_at, 0) / total
+        width = 100 * took_s / total
         bar = Markup(
             '<svg class="bar" viewBox="0 0 100 6" preserveAspectRatio="none" role="img" '
             'aria-label="from {:.0f} % to {:.0f} % of the time"><rect x="{:.2f}" width="{:.2f}" height="6"/></svg>'
         ).format(x, x + width, x, max(width, 0.5))
-        text = f"{', '.join(attempt.nodes)}, {seconds(max(0.0, attempt.ended_at - attempt.started_at))}: {attempt.cause}"
+        text = f"{', '.join(attempt.nodes)}, {seconds(took_s)}: {attempt.cause}"
         rows.append((f"attempt {attempt.attempt}", Markup("{}{}").format(text, bar)))
     return _table(rows)
 
@@ -531,14 +530,12 @@ def _chart(title: str, lines: dict[str, list[tuple[float, float]]]) -> Markup:
 
 
 def _image(path: Path, is_live: bool) -> Markup:
-    link = quote(path.name)
-    version = (
-        f"?{path.stat().st_mtime_ns}" if is_live else ""
-    )  # the browser loads an image again once it changes
-    image = Markup('<a href="{}"><img src="{}" alt="{}" loading="lazy"></a>').format(
-        link, link + version, path.name
-    )
-    return Markup("<figure>{}<figcaption>{}</figcaption></figure>").format(image, path.name)
+    name = path.name
+    link = quote(name)
+    # With the version, the browser loads an image again once it changes.
+    source = f"{link}?{path.stat().st_mtime_ns}" if is_live else link
+    image = Markup('<a href="{}"><img src="{}" alt="{}" loading="lazy"></a>').format(link, source, name)
+    return Markup("<figure>{}<figcaption>{}</figcaption></figure>").format(image, name)
 
 
 def _log(run_dir: Path, name: str, *, is_open: bool) -> Markup:

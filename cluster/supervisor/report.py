@@ -40,10 +40,11 @@ def seconds(value: float) -> str:
 def size(plan: Plan) -> str:
     """Format the size of a job: `2 nodes x 2 processes`, or `2 nodes with 2 and 1 processes`."""
     nodes = len(plan.nodes)
-    each = plan.job.most_procs
+    processes = plan.job.most_procs
     if plan.job.is_unequal:
         return script.size(plan.job)
-    return f"{nodes} {'node' if nodes == 1 else 'nodes'} x {each} {'process' if each == 1 else 'processes'}"
+    per_node = "1 process" if processes == 1 else f"{processes} processes"
+    return f"{nodes} {'node' if nodes == 1 else 'nodes'} x {per_node}"
 
 
 def scores(event: Scored, first: str) -> str:
@@ -128,21 +129,21 @@ def cause(view: JobView, verdict: Verdict) -> str:
 
 def last_lines(view: JobView, verdict: Verdict, tails: Mapping[str, Iterable[str]]) -> list[str]:
     """Return the last log lines of the failed or late nodes, other ranks' failures, and the hint of the failure."""
-    nodes = missing(view) if verdict == "late" else failing(view)[:1] or list(view.nodes)[:1]
-    if verdict == "stalled" and any(
-        node.status.stall for node in view.nodes
-    ):  # `cause` says where, and the log has the stacks
-        return []
+    if verdict == "stalled" and any(node.status.stall for node in view.nodes):
+        return []  # `cause` says where, and the log has the stacks
+    nodes = missing(view) if verdict == "late" else failing(view)[:1] or view.nodes[:1]
     is_bad_input = exit_code(view, verdict) == contract.EXIT_BAD_INPUT
     lines = []
     for node in nodes:
         failure = node.status.failure
-        own = _own_lines(node, tails[node.name])
+        rank_lines = _rank_lines(node, tails[node.name])
         if not is_bad_input:  # its error is one line, and `cause` has it
-            lines += [f"  {node.name} | {line}" for line in own or [_last_progress(node)]]
+            lines += [f"  {node.name} | {line}" for line in rank_lines or [_last_progress(node)]]
             others = (failure.others if failure else None) or ()
             lines += [f"  then rank {other.rank}: {other.error[:100]}" for other in others]
-        if advice := (failure and failure.hint) or hints.hint(failure.error if failure else "", own):
+        advice = failure.hint if failure else None
+        advice = advice or hints.hint(failure.error if failure else "", rank_lines)
+        if advice:
             lines.append(f"hint: {advice}")
     return lines
 
@@ -203,7 +204,7 @@ def _failure(node: NodeView) -> str:
     return f"{node.name}: exit {node.status.exit_code}{_SIGNALS.get(node.status.exit_code or 0, '')}{why}"
 
 
-def _own_lines(node: NodeView, tail: Iterable[str]) -> list[str]:
+def _rank_lines(node: NodeView, tail: Iterable[str]) -> list[str]:
     """Return the last lines of the failed rank, or of the whole node if no rank is known."""
     local_rank = node.status.failure.local_rank if node.status.failure else None
     if local_rank is None:
@@ -211,7 +212,8 @@ def _own_lines(node: NodeView, tail: Iterable[str]) -> list[str]:
     lines = []
     for line in tail:
         match = _OTHER_RANK.match(line)
-        if (int(match[1]) if match else 0) == local_rank and not line.startswith(AGENT_PREFIX):
+        line_rank = int(match[1]) if match else 0
+        if line_rank == local_rank and not line.startswith(AGENT_PREFIX):
             lines.append(line[match.end() :] if match else line)
     return lines[-LAST_LINES:]
 

@@ -235,9 +235,8 @@ def collect(
     if reach(node).run(["test", "-d", source]).code:
         raise NoFolderError(f"{node.name}: {source}: no such folder")
     options = [f"--exclude={pattern}" for pattern in exclude]
-    run = fetch(
-        node, source, local_folder, run_dir or local_folder, options, may_vanish=True
-    )  # jobs remove files
+    # Files may vanish, because jobs remove some.
+    run = fetch(node, source, local_folder, run_dir or local_folder, options, may_vanish=True)
     files = sum(change[1] in "fL" for change, _, _ in run.changes)
     refuse_links(node, source, run.links_out)
     return Synced(node.name, "rsync" if files else "same", files, run.moved, seconds=time.monotonic() - began)

@@ -58,9 +58,8 @@ class LivePage:
         while True:
             try:
                 body = self._poll()
-            except (
-                Exception
-            ) as error:  # a thread that just ends would leave the page as it is, without a word
+            # A thread that just ends would leave the page as it is, without a word.
+            except Exception as error:
                 body = Markup('<section class="failed">{}</section>').format(_words(error))
             with self._changed:
                 if body != self.body or not self.version:

@@ -183,9 +183,8 @@ class _Handler(BaseHTTPRequestHandler):
         `host` is the name by which the browser reaches the server, and `cookie` the cookie's name. All ports of a host
         share their cookies, so the port that the browser sees is in the name.
         """
-        if (
-            self.server.is_local and host not in LOOPBACK
-        ):  # DNS rebinding: another site's name for this address
+        # DNS rebinding: another site's name for this address.
+        if self.server.is_local and host not in LOOPBACK:
             self._refuse(HTTPStatus.FORBIDDEN, "open this page as http://localhost")
             return False
         given = parse_qs(url.query).get("token", [""])[0]
