@@ -104,7 +104,7 @@ def check_cp_targets(clusterctl, job, into):
     ]
     (elsewhere / "deep").write_text("a file in the folder's place")
     for path, target, why in (
-        ("made/deep", elsewhere, f"{elsewhere}/deep: it is not a folder, and the copy is one"),
+        ("made/deep", elsewhere, f"{elsewhere}/deep: it is not a folder, but the copy is one"),
         ("made/deep/a file", elsewhere / "none/name", f"{elsewhere}/none: no such folder"),
         ("made/deep/a file", f"{elsewhere}/none/", f"{elsewhere}/none/: no such folder"),
     ):

@@ -83,7 +83,7 @@ def problems(plan: Plan, machine: Machine, report: Sequence[str]) -> list[UsageE
                 hint = f"on {where}: sudo usermod -aG {machine.runtime} $USER, then log in again"
         elif word == "image" and ARCHITECTURES.get(text.split()[2], text.split()[1]) != text.split()[1]:
             _, platform, own = text.split()
-            why = f"{plan.job.image} is an image for {platform}, and the machine is {own}"
+            why = f"{plan.job.image} is an image for {platform}, but the machine is {own}"
             hint = f"build it on such a machine, or name an image for {own}: --image NAME"
         elif word == "no_way":
             why = f"cannot reach the master at {text}"

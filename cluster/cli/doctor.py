@@ -114,5 +114,6 @@ def _print(report: Report, out: Console) -> None:
             print_line(out, f"{'':5}{'':{check_width}}  fix: {finding.fix}")
     counts = {level: sum(finding.level == level for finding in report.findings) for level in _SIGNS}
     verdict = "ready to launch" if not counts["failure"] else f"{counts['failure']} would stop a launch"
-    warnings = f", {counts['warning']} to know" if counts["warning"] else ""
+    plural = "s" if counts["warning"] > 1 else ""
+    warnings = f", {counts['warning']} warning{plural}" if counts["warning"] else ""
     print_line(out, f"\n{verdict}{warnings}   ({len(report.nodes)} nodes, {report.seconds:.1f} s)")

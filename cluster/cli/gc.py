@@ -85,7 +85,7 @@ def gc(
 def _confirm(question: str) -> bool:
     if not sys.stdin.isatty():
         raise UsageError(
-            "nothing was removed: gc asks first, and there is no terminal",
+            "nothing was removed: gc asks first, but there is no terminal to ask on",
             "to remove them: clusterctl gc --yes",
         )
     return typer.confirm(question)

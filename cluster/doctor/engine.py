@@ -48,7 +48,7 @@ def _no_answer(node: Machine, facts: Facts, message: str) -> Verdict:
     user = facts.text("user")
     if "permission denied" in message.lower():
         command = typed_on(node, facts, f"usermod -aG docker {user}", root=True)
-        why = f"{user} may not use {kind}: not in the group docker"
+        why = f"{user} has no permission to use {kind}: not in the group docker"
         return Verdict("failure", why, f"{command}   (as an administrator)")
     if re.search("cannot connect|failed to connect", message, re.I):
         start = typed_on(node, facts, "service docker start", root=True)
@@ -100,12 +100,12 @@ def _compared(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     driver = mine[0][1]
     usual_driver = usual(row[1] for row in rows)
     if driver != usual_driver:
-        why = f"driver {driver}, most nodes have {usual_driver}"
+        why = f"driver {driver}, but most nodes have {usual_driver}"
         return Verdict("warning", why, f"install driver {usual_driver} on {node.name}")
     models = {row[4] for row in mine}
     usual_model = usual(row[4] for row in rows)
     if models != {usual_model}:
-        why = f"{', '.join(sorted(models))}, most nodes have {usual_model}: every rank waits for the slowest GPU"
+        why = f"{', '.join(sorted(models))}, but most nodes have {usual_model}: every rank waits for the slowest GPU"
         return Verdict("warning", why, "choose nodes with equal GPUs: clusterctl launch --only ...")
     return Verdict("ok", f"{len(mine)} x {usual_model}, driver {driver}")
 
@@ -127,7 +127,7 @@ def image(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict | None:
         return Verdict("failure", f"no image {seen.image} on this node", fix)
     if short_id(found) != short_id(wanted):
         where = "on this machine" if seen.image_id else "on most nodes"
-        why = f"{seen.image} is {short_id(found)}, {where} it is {short_id(wanted)}"
+        why = f"{seen.image} is {short_id(found)}, but {where} it is {short_id(wanted)}"
         return Verdict("warning" if len({short_id(each) for each in ids}) == 1 else "failure", why, fix)
     return Verdict("ok", f"{seen.image} is {short_id(found)}")
 

@@ -67,7 +67,7 @@ def user(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     shown = f"{facts.text('user')} ({facts.text('uid')})"
     if facts.text("uid") == usual_id:
         return Verdict("ok", shown)
-    why = f"{shown}, most nodes have user id {usual_id}: files on a shared disk have different owners"
+    why = f"{shown}, but most nodes have user id {usual_id}: files on a shared disk have different owners"
     fix = f"log in as a user with this id on every node (create it with: useradd -u {usual_id} ...)"
     return Verdict("warning", why, fix)
 

@@ -189,7 +189,7 @@ def send_missing(
             note(f"{node.name}: transfer complete; the engine unpacks the image")
             loaded_id = engine.load(node, image, files, manifest, config)
             if loaded_id != here.id:
-                why = f"{image} is {short_id(loaded_id)}, on this machine {short_id(here.id)}"
+                why = f"{image} is {short_id(loaded_id)}, but on this machine it is {short_id(here.id)}"
                 raise LaunchError(f"{node.name}: {why}", "clusterctl image push")
             return Pushed(here.id, here.size, total, count, sent, time.monotonic() - start)
 
@@ -255,7 +255,7 @@ def _inspect(node: Machine, image: str, here: Engine) -> Engine:
     if there.platform != here.platform:
         hint = "build the image on a machine of that architecture, and push it from there"
         raise UsageError(
-            f"{node.name}: the image is for {here.platform}, the machine is {there.platform}", hint
+            f"{node.name}: the image is for {here.platform}, but the machine is {there.platform}", hint
         )
     if there.containerd != here.containerd:
         where = "there, but not here" if there.containerd else "here, but not there"

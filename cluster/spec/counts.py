@@ -26,7 +26,7 @@ def node_range(text: str, all_nodes: int) -> tuple[int, int]:
     elif min(fewest, most) < 1:
         why = "must be at least 1"
     elif fewest > most:
-        why = f"MIN is {fewest}, and MAX only {most}"
+        why = f"MIN ({fewest}) must not exceed MAX ({most})"
     elif most > _MOST_NODES:
         why = f"must be at most {_MOST_NODES}"
     if why:

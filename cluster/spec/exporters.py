@@ -126,7 +126,7 @@ def _job(request: Request, here: Here) -> tuple[Job, list[str]]:
     notes = [f"not taken over: {option.flag}" for option in given]
     notes += [f"not taken over: --set {name}" for name in request.given_settings("", ())]
     if fewest < most:
-        notes.append(f"not taken over: --nodes {request.nodes}, the task has {most} nodes")
+        notes.append(f"not taken over: --nodes {request.nodes}, because the task always has {most} nodes")
     if request.max_restarts != 0 and not request.command:
         notes.append(
             "not taken over: restarts from the last checkpoint; keep ./runs on a volume or in a bucket for them"

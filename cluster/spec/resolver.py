@@ -293,7 +293,7 @@ def _refuse_other_length(request: Request, numbers: Sequence[int], nodes: int) -
     """Raise UsageError if there is not one number for each node."""
     if len(numbers) == nodes:
         return
-    why = f"{len(numbers)} numbers, and the job has {nodes} node{'' if nodes == 1 else 's'}"
+    why = f"{len(numbers)} numbers, but the job has {nodes} node{'' if nodes == 1 else 's'}"
     hint = f"give one number per node (--nodes {len(numbers)}), or one for all nodes: --gpus {max(numbers)}"
     raise UsageError(f"--gpus {request.gpus}: {why}", hint)
 
@@ -329,11 +329,11 @@ def _device(
         device = inventory.device
     needed = _total(procs, nodes)
     if device == "cuda" and inventory is None and queue is None and len(here.gpus) < needed:
-        missing = f"GPUs on this machine: {len(here.gpus)}, needed: {needed}"
+        missing = f"this machine has {len(here.gpus)} of the {needed} GPUs needed"
         if request.device == "cuda":
             raise UsageError(missing, "use fewer --gpus, or --device auto (CPU processes instead)")
         device = "cpu"
-        notes.append(f"{missing} (--device cuda makes this an error)")
+        notes.append(f"{missing}, so the ranks are CPU processes (--device cuda makes this an error)")
     if device == "cpu":
         per_node = and_list(procs) if isinstance(procs, tuple) else procs
         notes.append(f"processes per node: {per_node}, on the CPU over gloo")

@@ -465,7 +465,7 @@ def _machine(
     if values.get("gpus") == () and file.device == "cuda":
         where = ("nodes", name) if keys.gpus is not None else ("defaults",)
         raise source.error(
-            (*where, "gpus"), "no GPU, and device is cuda", "set device: cpu at the top, or omit gpus"
+            (*where, "gpus"), "no GPU, but device is cuda", "set device: cpu at the top, or omit gpus"
         )
     login = values["login"]
     if login and defaults.user and "@" not in login:

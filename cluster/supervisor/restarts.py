@@ -76,7 +76,7 @@ RULES = (
     Rule(
         "a pod can never start, for example because of a wrong image name or a missing Secret",
         lambda ended: ended.first is not None and ended.first.status.is_final,
-        "it could not start, and another attempt could not, either",
+        "it could not start, nor could another attempt",
     ),
     Rule(
         "the trainer exits with 2 (fix something first)",

@@ -143,9 +143,9 @@ def _refuse_kinds(copied: Path, target: Path) -> None:
     is_folder, replaces_folder = (path.is_dir() and not path.is_symlink() for path in (copied, target))
     if is_folder != replaces_folder:
         what = (
-            "it is not a folder, and the copy is one"
+            "it is not a folder, but the copy is one"
             if is_folder
-            else "it is a folder, and the copy is a file"
+            else "it is a folder, but the copy is a file"
         )
         raise UsageError(f"{target}: {what}", "copy it to another name")
     for entry in sorted(copied.iterdir()) if is_folder else ():

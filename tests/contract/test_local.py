@@ -172,7 +172,7 @@ def test_a_taken_automatic_port_is_skipped(clusterctl, launch, job_name):
     ("arguments", "words"),
     [
         (["launch", "--nodes", "0"], "--nodes 0"),
-        ([*LOCAL, "--device", "cuda"], "GPUs on this machine: 0"),
+        ([*LOCAL, "--device", "cuda"], "this machine has 0 of the"),
         (["launch", "--backend", "nomad"], "use one of: auto, compose, local, ssh"),
         (["attach", "nothing"], "no job 'nothing'"),
         ([*LOCAL, "--name", "UPPER"], "lower-case letters"),

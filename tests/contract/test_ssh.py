@@ -174,7 +174,7 @@ def test_more_gpus_than_a_node_has_is_an_error_with_its_name(machines, sshd, run
         "1,1,1",
         *any_device,
         code=2,
-        has="--gpus 1,1,1: 3 numbers, and the job has 2 nodes",
+        has="--gpus 1,1,1: 3 numbers, but the job has 2 nodes",
     )
     run("ticks.py", nodes=4, code=2, has="has only node-0, node-1, node-2")
 

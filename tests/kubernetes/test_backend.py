@@ -273,7 +273,7 @@ def test_an_exhausted_quota_is_refused_with_nothing_left(start, kubectl, fault):
     assert not kubectl(
         "get", "pods,services,configmaps", "--namespace", "ada", "--selector", "clusterctl/job", "-oname"
     )
-    with pytest.raises(UsageError, match="and the job needs 2"):
+    with pytest.raises(UsageError, match="but the job needs 2"):
         start("quota-admin", device="cuda", user="admin", options={"namespace": "ada"})
 
 

@@ -194,7 +194,7 @@ def test_9_user_without_engine_permission(inventory, testbed):
     finally:
         testbed["n1"].run("usermod -aG docker ada")
     assert list(found) == [("runtime", "n1")]
-    assert found["runtime", "n1"].detail == "ada may not use docker: not in the group docker"
+    assert found["runtime", "n1"].detail == "ada has no permission to use docker: not in the group docker"
     assert 'ada@n1 "sudo usermod -aG docker ada"' in found["runtime", "n1"].fix
 
 

@@ -106,11 +106,11 @@ def test_custom_model_data_and_callback_by_import_path(folder: Path, monkeypatch
     assert result.best.stat().st_size < 200_000  # no yolov5n
 
     # A checkpoint names the code of its model, but only the user may run it.
-    with pytest.raises(TrainerError, match="which a checkpoint may not import") as error:
+    with pytest.raises(TrainerError, match="which a checkpoint must not import") as error:
         train(data="mine:data", weights=result.best, ranks=1, **options)
     assert error.value.hint == "allow it: --cfg mine:Net"
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(TrainerError, match="which a checkpoint may not import"):
+    with pytest.raises(TrainerError, match="which a checkpoint must not import"):
         load_trained(str(result.best))
     trained = load_trained(str(result.best), "mine:Net")
     monkeypatch.delitem(sys.modules, "mine")

@@ -429,7 +429,7 @@ def test_freezing_by_number_and_all_but_the_head() -> None:
         ({"rect": True}, "--rect is for boxes"),
         ({"cache": "ram"}, "--cache is for boxes"),
         ({"noautoanchor": True}, "--noautoanchor is for boxes"),
-        ({"hyp": Hyp(mosaic=1.0)}, "mosaic: without effect"),
+        ({"hyp": Hyp(mosaic=1.0)}, "mosaic has no effect"),
         ({"hyp": Hyp(mosaic=0.0, mixup=0.6, cutmix=0.6)}, "together at most 1"),
         ({"hyp": Hyp(mosaic=0.0, randaugment=31)}, "randaugment must be a whole number from 0 to 30, not 31"),
         ({"hyp": Hyp(mosaic=0.0, randaugment=0.5)}, "randaugment must be a whole number"),

@@ -109,7 +109,7 @@ def test_each_rank_has_its_own_gpu_or_all_ranks_of_the_node_fail() -> None:
     for rank in range(4):
         world = World(rank=rank, local_rank=rank, size=4, local_size=4, launched=True)
         assert gpu_of([4, 5, 6, 7], world) == 4 + rank
-        with pytest.raises(TrainerError, match="4 processes on this node but 2 GPUs"):
+        with pytest.raises(TrainerError, match="4 processes on this node, but 2 GPUs"):
             gpu_of([0, 1], world)
 
 

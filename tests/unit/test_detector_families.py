@@ -192,7 +192,7 @@ def test_one_image_on_a_rank_is_too_little_for_the_batch_norm_of_small_levels(tm
         "cpu",
     ]
     ended = run(tmp_path, *task, "--imgsz", "320", "--batch", "1", code=2)
-    assert "can be one image of 320 x 320 px, a single value for batch norm" in ended.stderr
+    assert "can be one image of 320 x 320 px, and batch norm cannot" in ended.stderr
 
 
 def test_an_unknown_model_is_named_with_those_that_exist() -> None:

@@ -159,7 +159,7 @@ def test_rootless_docker_warns_and_runtime_none_requires_torch():
 def test_gpus_are_compared_with_other_nodes():
     other = ("gpu", *(f"{gpu}, 550.54.15, 24564, 1, NVIDIA GeForce RTX 4090" for gpu in (0, 1)))
     found = one("gpus", seen([], [], [other], count=3))
-    assert found[:3] == ("n3", "warning", "driver 550.54.15, most nodes have 580.82.07")
+    assert found[:3] == ("n3", "warning", "driver 550.54.15, but most nodes have 580.82.07")
     assert found[3] == "install driver 580.82.07 on n3"
     assert bad("gpus", seen([("gpu",)], device="cpu")) == []
 
@@ -168,7 +168,7 @@ def test_missing_or_different_image_suggests_a_push():
     old = ("image_id", "sha256:0123456789abcdef")
     node, level, detail, fix = one("image", seen([], [old], count=3))
     assert (node, level) == ("n2", "failure")
-    assert detail == "trainer:0.1 is 0123456789ab, on most nodes it is 99074e3c7b21"
+    assert detail == "trainer:0.1 is 0123456789ab, but on most nodes it is 99074e3c7b21"
     assert fix.endswith("then: clusterctl image push n2 --image trainer:0.1")
     mine = "sha256:fedcba9876543210fedc"
     stale = bad("image", seen(image_id=mine))
@@ -203,7 +203,7 @@ RUNS = "/home/ada/clusterctl/runs"
         (
             "runtime",
             [NO_ENGINE, ("engine_says", DENIED)],
-            "ada may not use docker: not in",
+            "ada has no permission to use docker: not in",
             "usermod -aG docker ada",
         ),
         (

@@ -116,7 +116,7 @@ def test_existing_files_stay(server, tmp_path):
 def test_an_incomplete_folder_is_an_error(server, tmp_path):
     path = data_yaml(tmp_path / "user", f"{server.address}/pets.zip")
     (path.parent / "images/train").mkdir(parents=True)
-    with pytest.raises(TrainerError, match="has a part of the archive's folders"):
+    with pytest.raises(TrainerError, match="has only some of the archive's folders"):
         fetch_missing(str(path))
     assert left(path.parent / "images") == ["train"]
 

@@ -42,7 +42,7 @@ def test_chain_id_covers_all_lower_layers():
 @pytest.mark.parametrize(
     ("there", "said"),
     [
-        ({"platform": "linux/arm64"}, "gpu-b: the image is for linux/amd64, the machine is linux/arm64"),
+        ({"platform": "linux/arm64"}, "gpu-b: the image is for linux/amd64, but the machine is linux/arm64"),
         ({"containerd": True}, "gpu-b: the engine keeps images in containerd's store there, but not here"),
     ],
 )

@@ -103,7 +103,7 @@ def test_an_unknown_key_is_named_with_its_line_and_the_closest_known_key():
         ("nodes:\n  a: {gpus: [0, 0]}", "2: nodes.a.gpus: .* is not a number or list"),
         ("nodes:\n  a: {gpus: -1}", "2: nodes.a.gpus: '-1'"),
         ("nodes:\n  a: {gpus: [0, MIG-a/b]}", "2: nodes.a.gpus: .* is not a number or list"),
-        ("nodes:\n  a: {gpus: 0}", "2: nodes.a.gpus: no GPU, and device is cuda"),
+        ("nodes:\n  a: {gpus: 0}", "2: nodes.a.gpus: no GPU, but device is cuda"),
         ("nodes:\n  a: {run_dir: runs}", "2: nodes.a.run_dir: 'runs': expected an absolute path"),
         ('nodes:\n  a: {run_dir: "/a\\0b"}', "2: a NUL"),
         ("nodes:\n  a: {address: gpu-a}", "2: nodes.a.address: 'gpu-a' is not an IP address"),

@@ -31,7 +31,7 @@ ERRORS = [
     (
         "Unable to connect to the server: getting credentials: exec: executable gke-gcloud-auth-plugin not found",
         UsageError,
-        "needs the program gke-gcloud-auth-plugin",
+        "logs in with the program gke-gcloud-auth-plugin",
     ),
     (
         "error: cannot exec into a container in a completed pod; current phase is Failed",
@@ -53,13 +53,13 @@ ERRORS = [
         'Error from server (Forbidden): error when creating "STDIN": pods is forbidden: User "ada" cannot create '
         'resource "pods" in API group "" in the namespace "bob"',
         ForbiddenError,
-        "ada may not create pods in the namespace bob",
+        "ada has no permission to create pods in the namespace bob",
     ),
     (
         'Error from server (Forbidden): nodes is forbidden: User "ada" cannot list resource "nodes" in API group "" '
         "at the cluster scope",
         ForbiddenError,
-        "ada may not list nodes",
+        "ada has no permission to list nodes",
     ),
     (
         'Error from server (Forbidden): error when creating "STDIN": pods "x-a1-1" is forbidden: exceeded quota: gpus, '

@@ -100,7 +100,7 @@ def test_tries_are_random_and_rarer_each_time():
         retries = Retries(clock=lambda: now[0])
         waits.append([retries.give_up("half") for _ in range(6)])
         assert retries.is_waiting
-        assert retries.detail.startswith("half; tries again at ")
+        assert retries.detail.startswith("half; trying again at ")
     for nth, most in enumerate((10, 20, 40, 60, 60, 60)):
         column = [each[nth] for each in waits]
         assert 5 <= min(column) <= max(column) <= most
@@ -139,7 +139,7 @@ def test_the_gpus_are_counted_and_other_devices_are_not_taken_for_them(gpu):
     machine = {"rdma/hca": "8", gpu: "4", "cpu": "8"}
     assert preflight._devices(Cluster([machine] * 2), asks_for(devices, gpu=gpu)) == []
     with pytest.raises(
-        UsageError, match=f"2 pods need 4 {gpu} and 1 rdma/hca each, and the cluster has room for 1"
+        UsageError, match=f"2 pods need 4 {gpu} and 1 rdma/hca each, but the cluster has room for 1"
     ):
         preflight._devices(Cluster([machine, {**machine, gpu: "3"}]), asks_for(devices, gpu=gpu))
     with pytest.raises(UsageError, match=f"no machine has {gpu}; no machine of the cluster has a GPU"):

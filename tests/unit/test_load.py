@@ -204,11 +204,11 @@ def test_a_segmentation_model_gives_every_pixel_a_class(
         ({"sources": np.zeros((8, 8, 3), np.float32)}, "shape (8, 8, 3) and type float32 is not an image"),
         ({"sources": np.zeros((8, 8), np.uint8)}, "shape (8, 8) and type uint8 is not an image"),
         ({"conf": 2}, "--conf must be"),
-        ({"conf": "0.3"}, "--conf is '0.3', expected a number"),
-        ({"max_det": 1.5}, "--max-det is 1.5, expected a whole number"),
+        ({"conf": "0.3"}, "--conf must be a number, not '0.3'"),
+        ({"max_det": 1.5}, "--max-det must be a whole number, not 1.5"),
         ({"classes": ["blue"]}, "--classes blue: no such class"),
         ({"classes": 2}, "--classes 2: no such class"),
-        ({"classes": []}, "--classes is []"),
+        ({"classes": []}, "--classes must be names or numbers, not []"),
         ({"imgsz": 100}, "--imgsz 100 is not a multiple of 32"),
     ],
 )
@@ -252,8 +252,8 @@ def test_loading_executes_nothing_of_the_file(folder: Path) -> None:
     torch.save({**CONTENT, "task": "classify"}, "other.pt")
     for name, said in (
         ("trap.pt", "--weights trap.pt: "),
-        ("pose.pt", "of the unknown task pose"),
-        ("other.pt", "names no model of torchvision"),
+        ("pose.pt", "their task, pose, is unknown"),
+        ("other.pt", "does not name a torchvision model"),
         ("gone.pt", "no such file"),
     ):
         with pytest.raises(TrainerError, match=said):

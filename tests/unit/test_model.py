@@ -275,7 +275,7 @@ def test_a_users_own_file_works(tmp_path: Path) -> None:
         ),
         ({"anchors": []}, "it needs the key `anchors`"),
         ({"head": [[-1, 1, "Conv", [8, 3, 2]]]}, "the last row of the head"),
-        ({"head": [[-1, 1, "Detect", ["nc", "anchors"]]]}, "1 inputs but 2 levels"),
+        ({"head": [[-1, 1, "Detect", ["nc", "anchors"]]]}, "1 inputs, but 2 levels"),
         (
             {"head": [[[0, 3], 1, "Concat", [1]], [[-1, 3], 1, "Detect", ["nc", "anchors"]]]},
             "do not fit together",

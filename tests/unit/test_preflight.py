@@ -31,7 +31,7 @@ ID = "sha256:" + "1" * 64
         ),
         (
             f"image {ID} arm64 x86_64",
-            "b: trainer:0.1 is an image for arm64, and the machine is x86_64",
+            "b: trainer:0.1 is an image for arm64, but the machine is x86_64",
             "--image NAME",
         ),
         (

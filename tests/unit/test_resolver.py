@@ -32,13 +32,19 @@ def job(here=LAPTOP, backend="compose", **request):
             (),
             "auto",
             "cpu",
-            ["GPUs on this machine: 0, needed: 4 (--device cuda makes this an error)", ON_CPU],
+            [
+                "this machine has 0 of the 4 GPUs needed, so the ranks are CPU processes (--device cuda makes this an error)",
+                ON_CPU,
+            ],
         ),
         (
             (0, 1, 2),
             "auto",
             "cpu",
-            ["GPUs on this machine: 3, needed: 4 (--device cuda makes this an error)", ON_CPU],
+            [
+                "this machine has 3 of the 4 GPUs needed, so the ranks are CPU processes (--device cuda makes this an error)",
+                ON_CPU,
+            ],
         ),
         ((0, 1, 2, 3), "auto", "cuda", []),
         ((0, 1, 2, 3), "cpu", "cpu", [ON_CPU]),
@@ -49,7 +55,7 @@ def test_a_downgrade_to_the_cpu_is_a_note_and_with_device_cuda_an_error(gpus, de
     made, said = job(here, nodes="2", gpus=2, device=device)
     assert (made.device, made.command[-2:], said) == (chosen, ("--device", chosen), notes)
     if len(gpus) < 4:
-        with pytest.raises(UsageError, match=f"GPUs on this machine: {len(gpus)}, needed: 4"):
+        with pytest.raises(UsageError, match=f"this machine has {len(gpus)} of the 4 GPUs"):
             job(here, nodes="2", gpus=2, device="cuda")
 
 
@@ -321,7 +327,7 @@ def test_a_range_of_nodes_begins_with_the_minimum():
         ({"nodes": "0"}, "--nodes 0: must be at least 1"),
         ({"nodes": "-2"}, "--nodes -2: must be at least 1"),
         ({"nodes": "0:2"}, "--nodes 0:2: must be at least 1"),
-        ({"nodes": "2:1"}, "--nodes 2:1: MIN is 2, and MAX only 1"),
+        ({"nodes": "2:1"}, "--nodes 2:1: MIN (2) must not exceed MAX (1)"),
         ({"nodes": "x"}, "--nodes x: expected a number, or MIN:MAX"),
         ({"nodes": "99999999"}, "--nodes 99999999: must be at most 10000"),
         ({"spares": 1}, "--spares 1: cluster.yaml has 1 machine, so none is left for a node"),
@@ -487,25 +493,25 @@ OR_ALL = f"use all GPUs of each machine: --gpus all; or {ONLY}"
         (
             (2, 1),
             {"gpus": "2,1,1"},
-            "--gpus 2,1,1: 3 numbers, and the job has 2 nodes",
+            "--gpus 2,1,1: 3 numbers, but the job has 2 nodes",
             "give one number per node (--nodes 3), or one for all nodes: --gpus 2",
         ),
         (
             (2, 1, 1),
             {"gpus": "2,1", "nodes": "1"},
-            "--gpus 2,1: 2 numbers, and the job has 1 node",
+            "--gpus 2,1: 2 numbers, but the job has 1 node",
             "give one number per node (--nodes 2), or one for all nodes: --gpus 2",
         ),
         (
             (2, 0, 1),
             {"gpus": "all"},
-            "n1: --gpus all, and it has no GPUs",
+            "n1: it has no GPUs for --gpus all",
             "leave it out (--only n0,n2), or start processes on CPUs: --device cpu --gpus 1",
         ),
         (
             (2, 1, 0),
             {"gpus": "all", "spares": 1},
-            "n2: --gpus all, and it has no GPUs",
+            "n2: it has no GPUs for --gpus all",
             "leave it out (--only n0,n1), or start processes on CPUs: --device cpu --gpus 1",
         ),
         (
@@ -556,7 +562,7 @@ def test_nodes_on_one_machine_divide_its_gpus_unequally(backend):
     assert [node.gpus for node in nodes_of(made, this_machine())] == [(3,), (1, 5), (7,)]
     assert (made.device, notes, made.world_size) == ("cuda", [], 4)
     made, notes = job(replace(here, gpus=(0, 1)), backend=backend, nodes="2", gpus="2,1")
-    assert notes[0].startswith("GPUs on this machine: 2, needed: 3")
+    assert notes[0].startswith("this machine has 2 of the 3 GPUs")
     assert notes[1] == "processes per node: 2 and 1, on the CPU over gloo"
     assert [node.gpus for node in nodes_of(made, this_machine())] == [(), ()]
 
@@ -579,13 +585,13 @@ def test_nodes_on_one_machine_divide_its_gpus_unequally(backend):
         (
             (0, 1, 2, 3, 4),
             {"nodes": "2"},
-            "--gpus all: this machine's GPUs are for one node, and the job has 2",
+            "--gpus all: this machine's GPUs are for one node, but the job has 2",
             "use one node: --nodes 1; or divide them: --gpus 2",
         ),
         (
             (0,),
             {"nodes": "2"},
-            "--gpus all: this machine's GPUs are for one node, and the job has 2",
+            "--gpus all: this machine's GPUs are for one node, but the job has 2",
             "use one node: --nodes 1",
         ),
     ],

@@ -131,16 +131,16 @@ def refused(job, **options):
     ("changes", "options", "message"),
     [
         ({}, {"partition": "gppu"}, "login: no partition gppu"),
-        ({"nodes": 4}, {}, "partition gpu: it has 3 nodes, and --nodes 4 asks for more"),
+        ({"nodes": 4}, {}, "partition gpu: it has 3 nodes, but --nodes is 4"),
         (
             {"device": "cuda", "procs_per_node": 5},
             {},
-            "gpu: its nodes have 4 GPUs, and --gpus 5 asks for more",
+            "gpu: its nodes have 4 GPUs, but --gpus is 5",
         ),
         (
             {"nodes": 1, "device": "cuda"},
             {"partition": "debug"},
-            "debug: its nodes have no GPUs, and --gpus 2",
+            "debug: its nodes have no GPUs, but --gpus is 2",
         ),
         ({"nodes": 1}, {"partition": "debug", "time": "31"}, "its time limit is shorter than --time 31"),
     ],

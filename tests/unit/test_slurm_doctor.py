@@ -184,7 +184,7 @@ SITE = {"partition": ["gpu*|3|2|gpu:2|1-00:00:00", "debug|3|2|gpu:2|30:00"]}
             job(gpus=3, device="cuda"),
             SITE,
             "failure",
-            "partition gpu: its nodes have 2 GPUs, and --gpus 3 asks for more",
+            "partition gpu: its nodes have 2 GPUs, but --gpus is 3",
         ),
         (replace(job(), image=""), SITE, "failure", "no image: apptainer has no default image"),
         (job(), {"no_program": ["sinfo"]}, "failure", "sinfo not found"),

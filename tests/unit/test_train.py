@@ -230,7 +230,7 @@ def test_a_single_value_for_batch_norm_is_refused_and_what_is_advised_trains(
             code, _, err = run_trainer(*command(data, tmp_path / "runs", *more))
         assert code == 2
         said, hint = err.splitlines()
-        assert "can be one image of 32 x 32 px, a single value for batch norm" in said
+        assert "can be one image of 32 x 32 px, and batch norm cannot" in said
         assert hint == "hint: use a larger --batch or --imgsz" + (", or --sync-bn" if place else "")
     assert not list(tmp_path.iterdir())
     for advised in ("--sync-bn", "--batch=7"):

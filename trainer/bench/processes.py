@@ -70,7 +70,7 @@ class Job:
         """Run the first `ranks` ranks of the job, as `run_here` does. Rank 0 calls this."""
         if ranks > self.world.size:
             raise TrainerError(
-                f"{ranks} ranks: the job has {self.world.size}", "launch it with more nodes or GPUs"
+                f"--ranks {ranks}: the job has only {self.world.size}", "launch it with more nodes or GPUs"
             )
         self._number += 1
         self._store.set(f"request/{self._number}", json.dumps([request, ranks, free_port()]))

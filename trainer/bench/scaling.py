@@ -70,7 +70,7 @@ def points_of(
             raise TrainerError(f"{option} {','.join(map(str, values))}: expected distinct numbers, 1 or more")
     if strong and min(batches) < max(ranks):
         raise TrainerError(
-            f"--batch {min(batches)} --strong: fewer images per step than ranks, {max(ranks)}",
+            f"--batch {min(batches)} with --strong: fewer images per step than the {max(ranks)} ranks",
             "with --strong, --batch counts the images of all ranks together",
         )
     for option, names, known in (

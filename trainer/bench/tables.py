@@ -154,7 +154,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
     done = [(row.point, row.measured) for row in rows if row.measured]
     notes = []
     if some := sorted({point.parallel for point, _ in done} & set(UNTIMED)):
-        notes.append(f"{', '.join(some)}: communication is not timed separately, it counts as computation")
+        notes.append(f"{', '.join(some)}: communication is not timed separately and counts as computation")
     if steps := sorted({m.steps for _, m in done if m.steps < m.epoch_steps}):
         notes.append(f"~ train: extrapolated from {_span(steps)} steps")
     part = [m for _, m in done if m.val_epoch_s is not None and m.val_counted < m.val_images]

@@ -32,7 +32,7 @@ class Hyp:
     warmup_epochs: float = _number(3.0, "at least 100 steps; 0: none; no effect with one-cycle")
     warmup_momentum: float = _number(0.8, "momentum at the start of the warm-up")
     warmup_bias_lr: float = _number(0.1, "learning rate of biases at the start of the warm-up")
-    clip_norm: float = _number(10.0, "largest norm of a step's gradients, over all parameters")
+    clip_norm: float = _number(10.0, "maximum norm of a step's gradients, over all parameters")
     label_smoothing: float = _number(
         0.0, "0 to 1; not for the anchor-free head; --label-smoothing takes precedence"
     )

@@ -159,7 +159,7 @@ def gpu_of(numbers: Sequence[int], world: World) -> int:
         return numbers[world.local_rank % len(numbers)]
     if world.local_size > len(numbers):
         raise TrainerError(
-            f"{world.local_size} processes on this node but {len(numbers)} GPUs",
+            f"{world.local_size} processes on this node, but {len(numbers)} GPUs",
             "start one process per GPU, or use --device cpu",
         )
     return numbers[world.local_rank]

@@ -116,7 +116,7 @@ class Trainer:
             part = "a rank's part of a batch" if ranks > 1 else "a batch"
             raise TrainerError(
                 f"--batch {s.batch} with --imgsz {s.imgsz}: {part} can be one image of {side} x {side} px, "
-                "a single value for batch norm, which has no variance",
+                "and batch norm cannot compute the variance of its single value",
                 "use a larger --batch or --imgsz" + (", or --sync-bn" if ranks > 1 else ""),
             )
 

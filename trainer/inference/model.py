@@ -41,7 +41,7 @@ class Model:
         self.task = str(content.get("task", "detect"))
         if self.task not in PREDICTORS:
             raise TrainerError(
-                f"--weights {weights}: of the unknown task {self.task}", "use weights of this trainer"
+                f"--weights {weights}: their task, {self.task}, is unknown", "use weights of this trainer"
             )
         if cfg:
             self.check_options(["cfg"])
@@ -116,7 +116,7 @@ def _check_number(name: str, value: Any) -> None:
     kind = _NUMBERS[name]
     if not isinstance(value, kind) or isinstance(value, bool):
         expected = "a whole number" if kind is int else "a number"
-        raise TrainerError(f"{option_of(name)} is {value!r}, expected {expected}")
+        raise TrainerError(f"{option_of(name)} must be {expected}, not {value!r}")
 
 
 def class_numbers(classes: Classes, names: Sequence[str]) -> tuple[int, ...] | None:
@@ -131,7 +131,7 @@ def class_numbers(classes: Classes, names: Sequence[str]) -> tuple[int, ...] | N
         words = [classes] if isinstance(classes, int) else classes
         if not isinstance(words, (list, tuple)) or not words:
             raise TrainerError(
-                f"--classes is {classes!r}, expected names or numbers", "leave it out for all classes"
+                f"--classes must be names or numbers, not {classes!r}", "leave it out for all classes"
             )
     numbers = []
     for given in words:

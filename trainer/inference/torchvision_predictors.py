@@ -37,7 +37,7 @@ class _TorchvisionPredictor(Predictor):
         described = content["cfg"]
         if not isinstance(described, dict) or not isinstance(described.get("torchvision"), str):
             raise TrainerError(
-                f"--weights {weights}: it names no model of torchvision", "take a best.pt or last.pt"
+                f"--weights {weights}: it does not name a torchvision model", "take a best.pt or last.pt"
             )
         net = self._build(described["torchvision"])
         checkpoint_file.transfer_all(net, content["ema"], weights)

@@ -125,7 +125,7 @@ def own_weights(name: str, imgsz: int) -> Mapping[str, Tensor]:
         first = (str(error).splitlines() or [""])[0]
         raise TrainerError(
             f"--weights {OWN_WEIGHTS}: the weights of {name} are not available: {type(error).__name__}: {first}",
-            f"put the whole file into {folder}/checkpoints (once a damaged one is removed, it is fetched again), or "
+            f"put the whole file into {folder}/checkpoints (if you remove a damaged one, it is fetched again), or "
             "start from random weights: --weights ''",
         ) from None
     state = net.state_dict()

@@ -121,7 +121,7 @@ def check_cfg(content: Any, where: str) -> ModelCfg:
         raise TrainerError(f"{where}: a model file is a mapping with the keys {', '.join(KEYS)}")
     if "import" in content:
         if content["import"] not in _IMPORTED:
-            what = f"{where}: its model is built by {content['import']}, which a checkpoint may not import"
+            what = f"{where}: its model is built by {content['import']}, which a checkpoint must not import"
             raise TrainerError(what, f"allow it: --cfg {content['import']}")
         return content
     for key in KEYS:
@@ -206,7 +206,7 @@ def _module(
         if not anchors:
             raise ValueError("it needs the key `anchors`")
         if len(anchors) != len(inputs):
-            raise ValueError(f"{len(inputs)} inputs but {len(anchors)} levels of anchors")
+            raise ValueError(f"{len(inputs)} inputs, but {len(anchors)} levels of anchors")
         return Detect(count, anchors, inputs), 0
     if name in HEADS:
         return HEADS[name](inputs, *args), 0

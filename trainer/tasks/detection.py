@@ -74,7 +74,7 @@ class Detection(Task):
         mark = ":" if family == "torchvision" else "-"
         given = f"--cfg is {s.cfg}" if s.cfg else "--cfg is not given"
         raise TrainerError(
-            f"--weights {s.weights}: of {family}, and {given}",
+            f"--weights {s.weights}: these are weights of {family}, but {given}",
             f"add --cfg {family}{mark}{model}, which has the defaults for training it",
         )
 

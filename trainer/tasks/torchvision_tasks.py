@@ -71,7 +71,7 @@ class TorchvisionTask(Task):
         changed = [k for k, v in dataclasses.asdict(s.hyp).items() if v != usual[k]]
         known = hyp_keys(self.kind)
         if others := [k for k in changed if k not in known]:
-            what = f"--hyp: {', '.join(others)}: without effect on --task {s.task}"
+            what = f"--hyp: {', '.join(others)} has no effect on --task {s.task}"
             raise TrainerError(what, f"its keys are {', '.join(known)}")
         self.terms = self.loss_type.terms
         self._weights: Mapping[str, Any] | None = None

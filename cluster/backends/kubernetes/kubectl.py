@@ -27,7 +27,7 @@ _GONE_S = 60.0
 #: A pod of which nothing runs yet is removed by force after this time: Kubernetes 1.20 can take half a minute.
 _PENDING_S = 3.0
 #: What to do about a missing right.
-RIGHTS_HINT = "ask for that right; the page Kubernetes of the documentation has the Role that a job needs"
+RIGHTS_HINT = "ask for that permission; the documentation's page Kubernetes has the Role that a job needs"
 #: How `kubectl get` prints an object of the API.
 Document = dict[str, Any]
 
@@ -87,7 +87,7 @@ _RULES = (
     _Rule(
         r"exec: executable (\S+) not found",
         UsageError,
-        "the kubeconfig needs the program {0} to log in, and it is not installed",
+        "the kubeconfig logs in with the program {0}, which is not installed",
         "install it, then try: kubectl get pods",
     ),
     _Rule(
@@ -118,13 +118,13 @@ _RULES = (
     _Rule(
         r'User "([^"]+)" cannot (\w+) resource "([^"]+)"[^\n]*? in the namespace "([^"]+)"',
         ForbiddenError,
-        "{0} may not {1} {2} in the namespace {3}",
+        "{0} has no permission to {1} {2} in the namespace {3}",
         RIGHTS_HINT,
     ),
     _Rule(
         r'User "([^"]+)" cannot (\w+) resource "([^"]+)"[^\n]*? at the cluster scope',
         ForbiddenError,
-        "{0} may not {1} {2}, which needs a right for the whole cluster",
+        "{0} has no permission to {1} {2}, which needs a permission for the whole cluster",
         RIGHTS_HINT,
     ),
     _Rule(r"\(Forbidden\)|is forbidden", ForbiddenError, "the cluster refuses it: {all}"),

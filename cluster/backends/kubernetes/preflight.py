@@ -222,7 +222,9 @@ def _named(kubectl: Kubectl, needs: Needs, kind: str, title: str, option: str) -
         except NotFoundError:
             missing.append(name)
         except ForbiddenError:
-            return [f"not checked: whether the {title} {name} exists, because you may not read it"]
+            return [
+                f"not checked: whether the {title} {name} exists, because you have no permission to read it"
+            ]
     if missing:
         hint = f"{option} {_IN_CLUSTER_YAML}; kubectl get {kind} lists those that exist"
         raise UsageError(f"the namespace has no {title} {', '.join(missing)}", hint)
@@ -237,7 +239,9 @@ def _priority(kubectl: Kubectl, needs: Needs) -> list[str]:
             hint = f"priority_class: {_IN_CLUSTER_YAML}; kubectl get priorityclass lists those that exist"
             raise UsageError(f"the cluster has no PriorityClass {name}", hint) from error
         except ForbiddenError:
-            return [f"not checked: whether the PriorityClass {name} exists, because you may not read it"]
+            return [
+                f"not checked: whether the PriorityClass {name} exists, because you have no permission to read it"
+            ]
     return []
 
 
@@ -296,7 +300,9 @@ def _claims(kubectl: Kubectl, needs: Needs) -> list[str]:
             missing.append(name)
             continue
         except ForbiddenError:
-            notes.append(f"not checked: the PersistentVolumeClaim {name}, because you may not read it")
+            notes.append(
+                f"not checked: the PersistentVolumeClaim {name}, because you have no permission to read it"
+            )
             continue
         modes = set(claim["spec"].get("accessModes", ()))
         if len(needs.pods) == 1 or modes & {"ReadWriteMany", "ReadOnlyMany"}:
@@ -338,7 +344,7 @@ def _quota(kubectl: Kubectl, needs: Needs) -> list[str]:
                     f"the quota {name} allows {limit} {resource}, but the job needs {_plain(need)}", hint
                 )
             if need and need + amount(str(used.get(resource, "0"))) > have:
-                why = f"the job needs {_plain(need)} {resource}, and {used[resource]} of the quota {name}'s {limit} are"
+                why = f"the job needs {_plain(need)} {resource}, but {used[resource]} of the quota {name}'s {limit} are"
                 hint = "wait until other jobs of the namespace have ended"
                 raise GpusHeldError(f"{why} in use", hint)
     return []

@@ -58,4 +58,4 @@ class Retries:
     def detail(self) -> str:
         """What a node waits for in that time."""
         at = time.localtime(time.time() + (self.due_at or 0.0) - self.clock())
-        return f"{self.why}; tries again at {time.strftime('%H:%M', at)}"
+        return f"{self.why}; trying again at {time.strftime('%H:%M', at)}"

@@ -96,7 +96,7 @@ def _refuse_changes(before: Document, after: Document, node: str) -> None:
         for spec in (old, new)
     )
     _refuse_changed_entries(
-        files, kept, "spec.initContainers", "it brings the job's files: choose another name"
+        files, kept, "spec.initContainers", "clusterctl uses it for the job's files: choose another name"
     )
 
 

@@ -85,7 +85,7 @@ _IMAGE = "the container image {image} cannot be pulled: {message}"
 _WAITING = {
     "InvalidImageName": _Reason("{image} is not the name of a container image: {message}", _always),
     "ErrImageNeverPull": _Reason(
-        "the container image {image} is not on the machine, and may not be pulled", _always
+        "the container image {image} is not on the machine, and image_pull_policy forbids pulling it", _always
     ),
     "ErrImagePull": _Reason(_IMAGE, _no_image),
     "ImagePullBackOff": _Reason(_IMAGE, _no_image),

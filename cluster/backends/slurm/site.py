@@ -83,11 +83,11 @@ def _limits(job: Job, known: Mapping[str, Partition], where: str) -> list[Proble
             wrong.append((f"{where}: no partition {name}", f"one of: {', '.join(known)}"))
             continue
         if job.nodes > partition.nodes:
-            why = f"partition {name}: it has {partition.nodes} nodes, and --nodes {job.nodes} asks for more"
+            why = f"partition {name}: it has {partition.nodes} nodes, but --nodes is {job.nodes}"
             wrong.append((why, "use fewer --nodes"))
         if job.device == "cuda" and job.most_procs > partition.gpus:
             gpus = partition.gpus or "no"
-            why = f"partition {name}: its nodes have {gpus} GPUs, and --gpus {job.most_procs} asks for more"
+            why = f"partition {name}: its nodes have {gpus} GPUs, but --gpus is {job.most_procs}"
             wrong.append((why, "use fewer --gpus, another --partition, or --device cpu"))
         if wanted_s and partition.limit_s is not None and wanted_s > partition.limit_s:
             why = f"partition {name}: its time limit is shorter than --time {time}"

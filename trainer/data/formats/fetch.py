@@ -97,7 +97,7 @@ def _provide(content: Content, address: str, expected: str, root: Path) -> None:
     finally:
         shutil.rmtree(stage, ignore_errors=True)
     if not _holds(root, _entries(content)):
-        what = f"{where}: {root} has a part of the archive's folders"
+        what = f"{where}: {root} has only some of the archive's folders"
         raise TrainerError(what, "delete them, or unpack the archive by hand")
     print(f"data: unpacked to {root}", flush=True)
 

@@ -56,7 +56,7 @@ class MaskFolder:
             raise TrainerError(f"{image}: not a readable image: {state.problem}", "remove or replace it")
         mask = self.mask(index)
         if mask.shape != size:
-            what = f"{path}: {mask.shape[1]} x {mask.shape[0]} px, its image has {size[1]} x {size[0]}"
+            what = f"{path}: {mask.shape[1]} x {mask.shape[0]} px, but its image has {size[1]} x {size[0]}"
             raise TrainerError(what, "a mask has a class for every pixel of its image")
         return np.bincount(mask.reshape(-1), minlength=256)
 
@@ -66,7 +66,7 @@ class MaskFolder:
         for index, highest in enumerate(self._highest):
             if highest >= len(names):
                 raise TrainerError(
-                    f"{self._mask_path(index)}: a pixel has the value {highest}, the classes are 0 to {len(names) - 1}",
+                    f"{self._mask_path(index)}: a pixel has the value {highest}, but the classes are 0 to {len(names) - 1}",
                     f"add its name to {CLASSES}, or set the pixels to {IGNORED}, which is ignored",
                 )
 
@@ -90,7 +90,7 @@ class MaskFolder:
         try:
             with Pillow.open(path) as opened:
                 if opened.mode not in _PIXELS:
-                    what = f"{path}: its pixels are {opened.mode}, a mask has one channel of 8 bits"
+                    what = f"{path}: its pixels are {opened.mode}, but a mask must have one channel of 8 bits"
                     hint = "save the index of each pixel's class, in a PNG of one channel or with a palette"
                     raise TrainerError(what, hint)
                 return np.asarray(opened).astype(np.uint8)
@@ -152,7 +152,7 @@ def open_segmentation(
         least = 2 if split == "train" else min(len(part), 1)
         if np.count_nonzero(part.counts[:IGNORED]) < least:
             seen = ", ".join(map(str, np.flatnonzero(part.counts))) or "none, because it has no image"
-            what = f"--data {source}: the values of the masks in masks/{split} are {seen}: too few classes"
+            what = f"--data {source}: too few classes in masks/{split} (values: {seen})"
             raise TrainerError(what, f"number the classes 0, 1, ...; use {IGNORED} only for pixels to ignore")
     values = np.flatnonzero(np.sum([part.counts for part in parts.values()], axis=0)[:IGNORED])
     names = _names(root) or [str(k) for k in range(int(values[-1]) + 1)]
@@ -171,6 +171,6 @@ def _names(root: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise TrainerError(f"{path}: cannot be read: {error}", "write one class name per line") from None
     if not 0 < len(names) <= IGNORED or len(set(names)) < len(names):
-        what = f"{path}: {len(names)} names, {len(set(names))} of them different"
+        what = f"{path}: {len(names)} names, of which only {len(set(names))} are different"
         raise TrainerError(what, "write one class name per line")
     return names

@@ -107,9 +107,7 @@ def open_sources(data_yaml: str, splits: Sequence[str], *, allow_bad_labels: boo
     for source in reading.sources:
         if not len(source.scan.paths):
             left_out = [fault for fault in source.faults() if not fault.warning]
-            raise BadData(
-                left_out, f"no {source.split} image is left without the faulty ones: correct some of them"
-            )
+            raise BadData(left_out, f"all {source.split} images are faulty: correct some of them")
     return reading.sources
 
 

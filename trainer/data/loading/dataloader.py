@@ -73,7 +73,7 @@ def fit_workers(
     fewer = max(0, batches)
     needed = (workers + _IN_TRANSIT) * local_size * batch_bytes
     warning = (
-        f"/dev/shm has room for {bytes_free >> 20} MiB, {workers} workers on each of {local_size} ranks need "
+        f"/dev/shm has room for {bytes_free >> 20} MiB, but {workers} workers on each of {local_size} ranks need "
         f"{(needed >> 20) + 1} MiB: starting {fewer}. Start the container with --shm-size=8g or --ipc=host"
     )
     return fewer, 1, warning
