@@ -310,7 +310,7 @@ def test_a_signal_to_its_own_ranks_leaves_none(
         time.sleep(0.1)
     assert not processes_in(tmp_path)
     if after == "steps.csv" and times == 1:
-        assert name == "SIGKILL" or "after a checkpoint; to continue: --resume" in err
+        assert name == "SIGKILL" or f"after a checkpoint; to continue: trainer train --resume {folder}" in err
         assert (folder / "last.pt").exists()
         assert not (folder / "best.pt").exists()  # without a validation, that is the last epoch
 
@@ -328,7 +328,8 @@ def test_a_closed_pipe_stops_the_training_after_a_checkpoint(data: Path, tmp_pat
         process.stdout.readline()
         process.stdout.close()
         assert process.wait(120) == 75
-        assert process.stderr.read() == "stopped by SIGHUP after a checkpoint; to continue: --resume\n"
+        resume = f"trainer train --resume {tmp_path / 'runs' / 'train'}"
+        assert process.stderr.read() == f"stopped by SIGHUP after a checkpoint; to continue: {resume}\n"
     assert (tmp_path / "runs" / "train" / "last.pt").exists()
     words = ["sh", "-c", 'exec "$@" >&-', "sh", *words[:3], "info", "--cfg", "yolov5n.yaml"]
     done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)

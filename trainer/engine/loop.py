@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import shlex
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -456,7 +457,9 @@ class TrainLoop:
 
     def _stop_if(self, stop: bool) -> None:
         if stop:
-            raise self.signals.stopped()
+            stopped = self.signals.stopped()
+            stopped.hint = f"to continue: trainer train --resume {shlex.quote(str(self.run_dir))}"
+            raise stopped
 
     def _handle_nonfinite(self, global_step: int) -> None:
         """Stop with an error that names the batch, or restore the last checkpoint and skip the batch (--on-nan)."""

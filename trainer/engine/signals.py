@@ -20,7 +20,7 @@ class Stopped(Exception):
         self,
         by: int,
         when: str = "after a checkpoint",
-        hint: str = "to continue: --resume",
+        hint: str = "",
         exit_code: int = contract.EXIT_RUN_ME_AGAIN,
     ) -> None:
         """`when` follows "stopped by SIGTERM". `hint` is what to do next, or ""."""
