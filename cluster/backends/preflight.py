@@ -31,7 +31,7 @@ def ids(gpus: Sequence[Gpu]) -> str:
 def command(plan: Plan, machine: Machine, **more: scripts.Value) -> list[str]:
     """Return the command that runs agent/check.sh on a machine; `more` are its other variables."""
     kind = RUNTIMES[machine.runtime]
-    versions = kind.check(plan.job.image, plan.job.python, "-c", scripts.text("doctor/versions.py"))
+    versions = kind.check(plan.job.image, plan.job.python, "-c", scripts.text("checks/versions.py"))
     where: dict[str, scripts.Value] = {
         "engine": kind.engine,
         "image": plan.job.image,

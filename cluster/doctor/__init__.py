@@ -9,8 +9,8 @@ from typing import Any
 
 from cluster.agent import scripts
 from cluster.backends import BACKENDS
-from cluster.doctor import engine, here, machine, network
-from cluster.doctor.findings import (
+from cluster.checks import engine, machine, network
+from cluster.checks.findings import (
     PROLOGUE_FAILED,
     TIMEOUT_S,
     Check,
@@ -23,6 +23,7 @@ from cluster.doctor.findings import (
     parse,
     with_note,
 )
+from cluster.doctor import here, orphans
 from cluster.errors import ClusterError, UnreachableError, UsageError, near_or_all
 from cluster.runtimes import DOCKER
 from cluster.spec.image import DEFAULT_IMAGE
@@ -113,20 +114,11 @@ def examine(
         findings += here.examine(inventory)
     if "orphans" not in skip:
         say("looking for orphans")
-        findings += _orphans(inventory, supervised, silent=[each.node for each in findings if each.is_silent])
+        silent = [finding.node for finding in findings if finding.is_silent]
+        findings += orphans.examine(inventory, supervised, silent)
     findings = [finding for finding in findings if finding.check not in skip]
     findings.sort(key=lambda finding: order.index(finding.check))
     return Report(tuple(findings), names, time.monotonic() - start)
-
-
-def _orphans(inventory: Inventory, supervised: frozenset[str], silent: Sequence[str]) -> list[Finding]:
-    """Return a finding for each machine or cluster, except those that are silent."""
-    found = BACKENDS[inventory.backend].jobs_on(inventory, supervised)
-    return [
-        Finding("orphans", where, *machine.orphans(each))
-        for where, each in found.items()
-        if where not in silent
-    ]
 
 
 def _examine_launch(inventory: Inventory, image: str, nodes: int, gpus: int) -> list[Finding]:
@@ -208,7 +200,7 @@ def _probe_all(inventory: Inventory, image: str) -> tuple[NodeFacts, list[Findin
 def _probe(node: Machine, image: str, addresses: Sequence[str], prologue: str) -> tuple[Facts, float]:
     """Return the node's facts, and its clock minus this machine's in seconds. Raise ClusterError."""
     bash, option, text, *words = scripts.bash(
-        "doctor/probe.sh", *addresses, **engine.probe_values(node, image)
+        "checks/probe.sh", *addresses, **engine.probe_values(node, image)
     )
     text = scripts.prologue(prologue, PROLOGUE_FAILED) + text
     done = reach(node).run([bash, option, text, *words], timeout_s=TIMEOUT_S)

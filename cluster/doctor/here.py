@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cluster.backends import BACKENDS
-from cluster.doctor.findings import Finding
-from cluster.doctor.machine import DISK_NEEDED_KB
+from cluster.checks.findings import Finding
+from cluster.checks.machine import DISK_NEEDED_KB
 from cluster.spec.model import Inventory
 
 #: The programs that reach a machine over SSH, and how to install them on Debian.

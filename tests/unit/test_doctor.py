@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from cluster.backends.base import FoundJob
-from cluster.doctor import CHECKS, exit_code, here, machine, network
-from cluster.doctor.findings import Facts, Finding, NodeFacts, judge, parse
-from cluster.doctor.network import judge_connections
+from cluster.checks import network
+from cluster.checks.findings import Facts, Finding, NodeFacts, judge, parse
+from cluster.checks.network import judge_connections
+from cluster.doctor import CHECKS, exit_code, here, orphans
 from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import Inventory, Machine
 
@@ -318,11 +319,11 @@ def test_orphans_are_what_gc_would_remove():
     old, new = (
         FoundJob("n1", "ssh", job, "a" * 16, "1000", True, job == "new", {}) for job in ("old", "new")
     )
-    level, detail, fix = machine.orphans([old, new, replace(old, job="bobs", is_own=False)])
+    level, detail, fix = orphans.judge([old, new, replace(old, job="bobs", is_own=False)])
     assert (level, detail, fix) == ("warning", "orphans of old", "clusterctl gc")
-    assert machine.orphans([new]).level == "ok"
+    assert orphans.judge([new]).level == "ok"
     assert (
-        machine.orphans(UnreachableError("squeue does not answer")).detail
+        orphans.judge(UnreachableError("squeue does not answer")).detail
         == "not checked: squeue does not answer"
     )
 

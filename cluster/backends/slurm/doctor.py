@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from cluster.agent import scripts
 from cluster.backends.slurm import site
-from cluster.doctor import engine, machine
-from cluster.doctor.findings import (
+from cluster.checks import engine, machine
+from cluster.checks.findings import (
     PROLOGUE_FAILED,
     TIMEOUT_S,
     Check,
@@ -21,7 +21,7 @@ from cluster.doctor.findings import (
     parse,
     with_note,
 )
-from cluster.doctor.network import device_towards, number_of
+from cluster.checks.network import device_towards, number_of
 from cluster.errors import ClusterError, UnreachableError
 from cluster.runtimes import RUNTIMES
 from cluster.spec.model import Inventory, Job, Machine, Queue
@@ -102,7 +102,7 @@ def _run_job(login: Machine, job: Job) -> tuple[dict[int, Facts], list[str]]:
     kind = RUNTIMES[login.runtime]
     probe = engine.probe_values(login, job.image)
     node = scripts.variables(version=kind.version, check=kind.check(job.image, "true"), **probe)
-    node += scripts.text("backends/slurm/doctor_node.sh", "doctor/probe.sh")
+    node += scripts.text("backends/slurm/doctor_node.sh", "checks/probe.sh")
     node = scripts.prologue(job.prologue, f"{_PRINT_HOST}; {PROLOGUE_FAILED}") + node
     words = [*srun(job), "--time=5", f"--immediate={IMMEDIATE_S}", "--label", "bash", "-c", node, "node"]
     where = {"run_dir": login.run_dir, "data_dir": login.data_dir, "token": secrets.token_hex(8)}

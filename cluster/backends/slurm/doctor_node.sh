@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154
 # doctor_node.sh RUN_FILE DATA_FILE
-# Prints the facts of a node in a Slurm job as lines `NAME=VALUE`. The text of doctor/probe.sh follows this text. The array
+# Prints the facts of a node in a Slurm job as lines `NAME=VALUE`. The text of checks/probe.sh follows this text. The array
 # `version` is the command that prints the runtime's version, and `check` runs `true` in the image. The two files are those
 # of doctor_job.sh.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from cluster import contract
 from cluster.agent import scripts
-from cluster.doctor.findings import Facts, Finding, NodeFacts, Verdict, typed_on, usual
+from cluster.checks.findings import Facts, Finding, NodeFacts, Verdict, typed_on, usual
 from cluster.errors import ClusterError, UnreachableError
 from cluster.runtimes import ENGINES
 from cluster.spec.addresses import INSIDE
@@ -135,7 +135,7 @@ def judge_connections(node: Machine, facts: Facts, problems: Mapping[str, str]) 
 
 
 def _python(*words: str) -> list[str]:
-    return ["timeout", "60", "python3", "-c", scripts.text("doctor/peers.py"), *words]
+    return ["timeout", "60", "python3", "-c", scripts.text("checks/peers.py"), *words]
 
 
 @contextlib.contextmanager
@@ -173,7 +173,7 @@ def measure_link(seen: NodeFacts) -> list[Finding]:
             argv = ["bash", "-c", f'{lines}exec "$@"', "link", *argv]
         try:
             done = reach(node).run(
-                argv, stdin=scripts.text("doctor/all_reduce.py"), timeout_s=_ALL_REDUCE_TIMEOUT_S
+                argv, stdin=scripts.text("checks/all_reduce.py"), timeout_s=_ALL_REDUCE_TIMEOUT_S
             )
         except UnreachableError:
             if node.in_container:

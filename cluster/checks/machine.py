@@ -1,10 +1,9 @@
-"""Checks of one machine: disk, shared memory, limits, clock, user, data, WSL and orphans."""
+"""Checks of one machine: disk, shared memory, limits, clock, user, data and WSL."""
 
 import statistics
 from collections.abc import Sequence
 
-from cluster.backends.base import FoundJob
-from cluster.doctor.findings import Facts, Finding, NodeFacts, Verdict, typed_on, usual
+from cluster.checks.findings import Facts, Finding, NodeFacts, Verdict, typed_on, usual
 from cluster.errors import ClusterError
 from cluster.spec.model import Machine
 from cluster.transport import files
@@ -82,18 +81,6 @@ def clock(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     why = f"{abs(offset_s):.0f} s {direction} the others: the first failure of a job cannot be determined"
     return Verdict(
         "failure", why, f"set the clock of {node.name}, for example: timedatectl set-ntp true, or chronyd"
-    )
-
-
-def orphans(found: Sequence[FoundJob] | ClusterError) -> Verdict:
-    """Report what `clusterctl gc` would remove from a machine or a cluster."""
-    if isinstance(found, ClusterError):
-        return Verdict("warning", f"not checked: {found.message}", "clusterctl gc")
-    left = dict.fromkeys(each.job for each in found if each.is_orphan)
-    return (
-        Verdict("warning", f"orphans of {', '.join(left)}", "clusterctl gc")
-        if left
-        else Verdict("ok", "none")
     )
 
 

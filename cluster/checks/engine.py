@@ -3,8 +3,8 @@
 import re
 
 from cluster.agent import scripts
-from cluster.doctor.findings import Facts, NodeFacts, Verdict, typed_on, usual
-from cluster.doctor.machine import is_wsl
+from cluster.checks.findings import Facts, NodeFacts, Verdict, typed_on, usual
+from cluster.checks.machine import is_wsl
 from cluster.runtimes import ARCHITECTURES, DOCKER, ENGINES, NEWER_DRIVER, RUNTIMES, driver_problem, short_id
 from cluster.spec.image import how_to_get
 from cluster.spec.model import Gpu, Machine
@@ -16,7 +16,7 @@ def probe_values(node: Machine, image: str) -> dict[str, scripts.Value]:
     engine = ENGINES.get(node.runtime)
     python = RUNTIMES[node.runtime].check(image, "python3")
     about = {"engine": engine.name, "info": engine.info} if engine else {"engine": ""}
-    texts = {"run_dir": node.run_dir, "image": image, "versions": scripts.text("doctor/versions.py")}
+    texts = {"run_dir": node.run_dir, "image": image, "versions": scripts.text("checks/versions.py")}
     return {**about, **texts, "python": python}
 
 
