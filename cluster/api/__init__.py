@@ -112,12 +112,12 @@ def launch(
     if request.build:
         raise UsageError("build: only clusterctl builds images", "docker build, then image=NAME")
     request = replace(request, env=[*request.env, *(secrets or {})])
-    site = launcher.site(request, machines(inventory, backend))
-    job, notes = site.job(request)
+    target = launcher.choose_target(request, machines(inventory, backend))
+    job, notes = target.job(request)
     values = dict(secrets or {})
-    notes += [*launcher.visible_secrets(values), *launcher.unusable_spares(job, site.backend)]
+    notes += [*launcher.visible_secrets(values), *launcher.unusable_spares(job, target.backend)]
     starter = launcher.Launcher(JobStore(), values, sends_secrets=request.send_secrets)
-    record, more = starter.launch(job, site.backend, numbered=not request.name)
+    record, more = starter.launch(job, target.backend, numbered=not request.name)
     _note(*notes, *more)
     return Launched(record, values)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from cluster.spec.model import Job, JobRecord, Plan, Step
     from cluster.store import JobStore
-    from cluster.supervisor.launcher import Launcher, Site
+    from cluster.supervisor.launcher import Launcher, Target
 
 _VARIABLE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 
@@ -44,7 +44,7 @@ class _Prepared:
     """
 
     options: LaunchOptions
-    site: Site
+    target: Target
     jobs: list[Job]
     in_file: Mapping[str, str]
     notes: list[str]
@@ -56,33 +56,33 @@ class _Prepared:
 
 
 def _prepare(given: LaunchOptions) -> _Prepared:
-    """Return the site and the jobs of a launch. Raise UsageError for invalid options."""
+    """Return where a launch runs its jobs, and the jobs. Raise UsageError for invalid options."""
     from cluster.supervisor import launcher
 
     in_file = read_secrets(given.env_file)
     request = _with_secrets(given, in_file)
-    site = launcher.site(request, given.load(backend=given.backend))
+    target = launcher.choose_target(request, given.load(backend=given.backend))
     if given.array:
-        jobs, notes = _array_jobs(given.array, request, site)
+        jobs, notes = _array_jobs(given.array, request, target)
     else:
-        job, notes = site.job(request)
+        job, notes = target.job(request)
         jobs = [job]
-    return _Prepared(given, site, jobs, in_file, notes)
+    return _Prepared(given, target, jobs, in_file, notes)
 
 
 def _with_secrets(given: LaunchOptions, in_file: Mapping[str, str]) -> LaunchOptions:
     return replace(given, env=[*given.env, *in_file])
 
 
-def _array_jobs(path: str, request: Request, site: Site) -> tuple[list[Job], list[str]]:
+def _array_jobs(path: str, request: Request, target: Target) -> tuple[list[Job], list[str]]:
     """Return the jobs NAME-0, NAME-1, ... of an array, one for each line of a file, and notes.
 
     Raises UsageError with the number of a bad line, or for a backend without job arrays.
     """
     from cluster.spec.shell_words import split
 
-    base, notes = site.job(request)
-    BACKENDS[site.backend].refuse("--array", BACKENDS)
+    base, notes = target.job(request)
+    BACKENDS[target.backend].refuse("--array", BACKENDS)
     jobs: list[Job] = []
     hint = "write one line of arguments per job"
     for number, line in enumerate(options.read_text(path, "--array ", hint).splitlines(), 1):
@@ -94,7 +94,7 @@ def _array_jobs(path: str, request: Request, site: Site) -> tuple[list[Job], lis
             one = replace(one, command=f"{request.command} {shlex.join(words)}")
         else:
             one = replace(one, arguments=[*request.arguments, *words])
-        job, _ = site.job(one)
+        job, _ = target.job(one)
         jobs.append(job)
     if not jobs:
         raise UsageError(f"--array {path}: the file has no arguments", hint)
@@ -139,7 +139,7 @@ def launch(
 
     wait_s = seconds(wait, "--wait") if wait else None
     prepared = _prepare(options.with_job_file(context, given))
-    backend = BACKENDS[prepared.site.backend]
+    backend = BACKENDS[prepared.target.backend]
     first, *_ = prepared.jobs
     records = JobStore()
     out = console()
@@ -178,9 +178,9 @@ def _submit_array(prepared: _Prepared, starter: Launcher, out: Console) -> None:
     """Submit the jobs of an array, and print how to list them."""
     from cluster.supervisor import launcher
 
-    submitted = starter.launch_array(prepared.jobs, prepared.site.backend, prepared.options.array_limit)
+    submitted = starter.launch_array(prepared.jobs, prepared.target.backend, prepared.options.array_limit)
     notes = [*prepared.notes, *launcher.visible_secrets(starter.secrets)]
-    notes += BACKENDS[prepared.site.backend].notes(prepared.jobs[0])
+    notes += BACKENDS[prepared.target.backend].notes(prepared.jobs[0])
     first = submitted[0].plan.job_id
     last = submitted[-1].plan.job_id
     print_line(
@@ -198,7 +198,7 @@ def _provide_image(prepared: _Prepared, push: bool, out: Console) -> None:
 
         engine.build(build, job.image)
     if push:
-        BACKENDS[prepared.site.backend].refuse("--push", BACKENDS)
+        BACKENDS[prepared.target.backend].refuse("--push", BACKENDS)
         if not in_containers:
             raise UsageError("--push: no remote node of this job needs the image", "omit it")
     if in_containers and (push or build):
@@ -219,14 +219,14 @@ def _start(
     with progress(console(stderr=True)) as starter.report:
         if wait_s is not None:
             say = functools.partial(print_line, out)
-            return gpu_queue.launch_in_turn(starter, prepared.request, prepared.site, wait_s, say)
-        return starter.launch(job, prepared.site.backend, numbered=not prepared.options.name)
+            return gpu_queue.launch_in_turn(starter, prepared.request, prepared.target, wait_s, say)
+        return starter.launch(job, prepared.target.backend, numbered=not prepared.options.name)
 
 
 def _save(prepared: _Prepared, record: JobRecord) -> list[str]:
     """Write job.yaml into the run directory. Return the problem if that is not possible: the job runs."""
     # Without the name, because a job that repeats it needs another.
-    text = job_yaml(replace(prepared.options, name=""), prepared.site)
+    text = job_yaml(replace(prepared.options, name=""), prepared.target)
     try:
         _write({Path(record.plan.run_dir, "job.yaml"): text}, quiet=True)
     except UsageError as error:
@@ -306,7 +306,7 @@ def plan(
         raise UsageError("--json and -o cannot be used together", f"clusterctl plan --json ... > {output}")
     prepared = _prepare(complete)
     if save:
-        _write({Path(save): job_yaml(prepared.options, prepared.site)})
+        _write({Path(save): job_yaml(prepared.options, prepared.target)})
         return
     plans, steps = _plans(prepared)
     for note in prepared.notes:
@@ -365,10 +365,10 @@ def _plans(prepared: _Prepared) -> tuple[list[Plan], list[Step]]:
 
     if not prepared.options.array:
         (job,) = prepared.jobs
-        made = launcher.plan(job, prepared.site.backend)
+        made = launcher.plan(job, prepared.target.backend)
         return [made], [*made.steps]
     plans, submission = launcher.array_plan(
-        prepared.jobs, prepared.site.backend, prepared.options.array_limit
+        prepared.jobs, prepared.target.backend, prepared.options.array_limit
     )
     return plans, [submission, *(step for made in plans for step in made.steps)]
 
@@ -406,7 +406,7 @@ def _print_plan(steps: Sequence[Step]) -> None:
         print(text, end="" if text.endswith("\n") else "\n")
 
 
-def job_yaml(given: LaunchOptions, site: Site) -> str:
+def job_yaml(given: LaunchOptions, target: Target) -> str:
     """Return the job file of these options, with absolute paths, so that it works from every folder."""
     from cluster.spec.job_text import write
     from cluster.spec.resolver import absolute_paths
@@ -417,13 +417,13 @@ def job_yaml(given: LaunchOptions, site: Site) -> str:
     if not (on_this_machine(given.backend, BACKENDS) or given.hosts or given.hostfile):
         inventory = given.inventory or (DEFAULT_FILE if Path(DEFAULT_FILE).exists() else "")
     with_paths = replace(
-        absolute_paths(given, site.here),
+        absolute_paths(given, target.here),
         inventory=_absolute(inventory),
         hostfile=_absolute(given.hostfile),
         ssh_config=_absolute(given.ssh_config),
         env_file=_absolute(given.env_file),
     )
-    return write(with_paths, site.backend, BACKENDS)
+    return write(with_paths, target.backend, BACKENDS)
 
 
 def _absolute(path: str) -> str:

@@ -128,7 +128,7 @@ def machines_for(job: Job, machines: Sequence[Machine], free: Sequence[Machine])
 def launch_in_turn(
     starter: launcher.Launcher,
     request: Request,
-    site: launcher.Site,
+    target: launcher.Target,
     wait_s: float,
     note: Callable[[str], None],
 ) -> tuple[JobRecord, list[str]]:
@@ -142,10 +142,10 @@ def launch_in_turn(
         LaunchError: There were not enough free GPUs in time.
         UsageError: The job cannot wait for GPUs, or its files cannot be sent.
     """
-    BACKENDS[site.backend].refuse("--wait", BACKENDS)
-    job, _ = site.job(request)
-    inventory = site.inventory if job.hosts else None
-    machines = inventory.machines if inventory else [this_machine(site.here.gpus)]
+    BACKENDS[target.backend].refuse("--wait", BACKENDS)
+    job, _ = target.job(request)
+    inventory = target.inventory if job.hosts else None
+    machines = inventory.machines if inventory else [this_machine(target.here.gpus)]
     if not all(machine.gpus for machine in machines):
         raise UsageError(
             "--wait: the job uses no GPUs", "omit --wait, or set gpus of the nodes in cluster.yaml"
@@ -157,12 +157,12 @@ def launch_in_turn(
         while True:
             free = queue.wait(job, until, note)
             if inventory:
-                free_site = replace(site, inventory=replace(inventory, machines=tuple(free)))
+                free_target = replace(target, inventory=replace(inventory, machines=tuple(free)))
             else:
-                free_site = site.with_gpus(free[0].gpus)
-            job, _ = free_site.job(request)
+                free_target = target.with_gpus(free[0].gpus)
+            job, _ = free_target.job(request)
             try:
-                return starter.launch(job, site.backend, numbered=not request.name)
+                return starter.launch(job, target.backend, numbered=not request.name)
             except GpusHeldError as error:  # by a launcher without --wait, at the same moment
                 note(error.message)
     finally:

@@ -78,7 +78,7 @@ def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str
 
 
 @dataclass(frozen=True)
-class Site:
+class Target:
     """Where the jobs of a launch run, and what was found out about it: asked once, because it asks the engine.
 
     `here` is this machine, and `notes` are for the user.
@@ -95,15 +95,15 @@ class Site:
         _check_encoding("", asdict(job))
         return job, [*self.notes, *notes]
 
-    def with_gpus(self, gpus: Sequence[Gpu]) -> Site:
-        """Return the site with only these GPUs of this machine."""
+    def with_gpus(self, gpus: Sequence[Gpu]) -> Target:
+        """Return the target with only these GPUs of this machine."""
         return replace(self, here=replace(self.here, gpus=tuple(gpus)))
 
 
-def site(request: Request, inventory: Inventory | None) -> Site:
+def choose_target(request: Request, inventory: Inventory | None) -> Target:
     """Return where the jobs of a request run. Raise UsageError for a wrong backend."""
     backend, note = choose_backend(request.backend, inventory)
-    return Site(backend, inventory, local_machine(request, backend), (note,) if note else ())
+    return Target(backend, inventory, local_machine(request, backend), (note,) if note else ())
 
 
 def _check_encoding(name: str, value: object) -> None:

@@ -15,7 +15,7 @@ from cluster.backends import slurm as slurm_backend
 from cluster.backends.batch import queued
 from cluster.backends.slurm import options as slurm_options
 from cluster.backends.slurm import queue
-from cluster.backends.slurm.site import problems
+from cluster.backends.slurm.login_check import problems
 from cluster.errors import UsageError
 from cluster.spec.model import Job, Machine, Queue
 from cluster.spec.node_status import NodeStatus

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.backends.slurm import site
+from cluster.backends.slurm import login_check
 from cluster.runtimes import RUNTIMES
 from cluster.spec.model import Job, Machine, Node, Queue
 
@@ -20,7 +20,7 @@ def report(folder: Path, runtime: str, image: str, help_text: str) -> str:
         (folder / name).touch()
     login = Machine("login", "", runtime=runtime)
     job = Job("job", ("true",), 1, 1, "/", image=image, queue=Queue(login))
-    command = site.check_command(job, run_dir=str(folder))
+    command = login_check.command(job, run_dir=str(folder))
     environment = {"PATH": f"{folder}:{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
     has: dict[str, list[str]] = {}
@@ -28,7 +28,7 @@ def report(folder: Path, runtime: str, image: str, help_text: str) -> str:
         word, _, text = line.partition(" ")
         has.setdefault(word, []).append(text)
     has.pop("partition", None)
-    return "\n".join(" ".join(problem) for problem in site.problems(job, has, "login"))
+    return "\n".join(" ".join(problem) for problem in login_check.problems(job, has, "login"))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from cluster.agent import scripts
 from cluster.backends import monitor, poll_script, preflight, script
 from cluster.backends.awake_clock import AwakeClock
 from cluster.backends.base import Backend, FoundJob, found_on
-from cluster.backends.batch import queued, site
+from cluster.backends.batch import login_check, queued
 from cluster.backends.batch.queued import QueuedJob
 from cluster.backends.monitor import NodeMonitor
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
@@ -161,16 +161,16 @@ class BatchBackend(Backend):
             f"node=$(cat <<'{end}'\n{node}{end}\n)",
         ]
 
-    def problems(self, job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[site.Problem]:
+    def problems(self, job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[login_check.Problem]:
         """Return the problems that prevent a submission, from the output of check.sh by key."""
-        return site.problems(job, has, where, self.title, self.programs.ping)
+        return login_check.problems(job, has, where, self.title, self.programs.ping)
 
     def check(self, job: Job, plan: Plan) -> None:
         """Run the preflight check on the login node. Raises UsageError for what is missing, or NameTakenError."""
         assert job.queue is not None
         login = job.queue.login
         is_first = plan.attempt == 1
-        command = site.check_command(
+        command = login_check.command(
             job,
             self.name,
             self.title,

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 from cluster.agent import scripts
 from cluster.backends import script
 from cluster.backends.batch import BatchBackend, Programs, refusals
+from cluster.backends.batch.login_check import Problem
 from cluster.backends.batch.queued import QueuedJob
-from cluster.backends.batch.site import Problem
-from cluster.backends.slurm import options, queue, site
+from cluster.backends.slurm import login_check, options, queue
 from cluster.errors import UnreachableError, UsageError
 from cluster.spec.model import Device, Job, JobRecord, Machine, Node, Plan, Step
 from cluster.transport import reach, ssh_to
@@ -35,9 +35,9 @@ class SlurmBackend(BatchBackend):
     """One job of Slurm per job, with one task on each node."""
 
     name = "slurm"
-    title = site.TITLE
-    programs = Programs("sbatch", "squeue", "scancel", own_jobs="squeue --me", ping=site.PING)
-    needed = site.PROGRAMS
+    title = login_check.TITLE
+    programs = Programs("sbatch", "squeue", "scancel", own_jobs="squeue --me", ping=login_check.PING)
+    needed = login_check.PROGRAMS
     script_name = "job.sbatch"
     job_scripts = (_ENVIRONMENT, "backends/slurm/job.sh")
     node_script = "backends/slurm/node.sh"
@@ -87,7 +87,7 @@ class SlurmBackend(BatchBackend):
 
     def problems(self, job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[Problem]:
         """Return the problems that prevent a submission."""
-        return site.problems(job, has, where)
+        return login_check.problems(job, has, where)
 
     def notes(self, job: Job) -> list[str]:
         """Return sentences about variables on the login node that a job does not inherit. Raises UnreachableError."""

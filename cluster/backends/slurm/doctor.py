@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cluster.agent import scripts
-from cluster.backends.slurm import site
+from cluster.backends.slurm import login_check
 from cluster.checks import engine, machine
 from cluster.checks.findings import (
     PROLOGUE_FAILED,
@@ -60,7 +60,7 @@ def examine(
         job = Job("doctor", ("true",), nodes, gpus, "/", image=image, device=inventory.device, queue=queue)
         job = replace(job, prologue=inventory.prologue)
         # The folder "." exists, so the script creates none.
-        command = site.check_command(job, run_dir=".")
+        command = login_check.command(job, run_dir=".")
         done = reach(login).run(command, timeout_s=TIMEOUT_S)
         request = judge_request(job, done.by_word)
     except ClusterError as error:
@@ -87,7 +87,7 @@ def judge_request(job: Job, has: Mapping[str, Sequence[str]]) -> list[Finding]:
     """Check that the site can serve the job; `has` is the output of batch/check.sh by each line's first word."""
     assert job.queue is not None
     name = job.queue.login.name
-    wrong = site.problems(job, has, name)
+    wrong = login_check.problems(job, has, name)
     if job.queue.login.in_container and not job.image:
         hint = f"{RUNTIMES[job.queue.login.runtime].image_command()}, then set image in cluster.yaml"
         wrong = [(f"no image: {job.queue.login.runtime} has no default image", hint)]

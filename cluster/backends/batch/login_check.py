@@ -10,7 +10,7 @@ from cluster.spec.model import Job
 Problem = tuple[str, str]
 
 
-def check_command(
+def command(
     job: Job,
     backend: str,
     title: str,

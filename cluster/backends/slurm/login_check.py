@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.backends.batch import site
-from cluster.backends.batch.site import Problem
+from cluster.backends.batch import login_check
+from cluster.backends.batch.login_check import Problem
 from cluster.backends.slurm import options
 from cluster.spec.model import Job
 
@@ -38,17 +38,17 @@ def partitions(lines: Sequence[str]) -> dict[str, Partition]:
     return by_name
 
 
-def check_command(
-    job: Job, *, run_dir: str, new: str = "", name: str = "", needs: Sequence[str] = ()
-) -> list[str]:
+def command(job: Job, *, run_dir: str, new: str = "", name: str = "", needs: Sequence[str] = ()) -> list[str]:
     """Return the command of the preflight check on the login node."""
-    return site.check_command(job, "slurm", TITLE, PROGRAMS, run_dir=run_dir, new=new, name=name, needs=needs)
+    return login_check.command(
+        job, "slurm", TITLE, PROGRAMS, run_dir=run_dir, new=new, name=name, needs=needs
+    )
 
 
 def problems(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[Problem]:
     """Return the problems that prevent a submission, from the output of the preflight check by key."""
     inherited, _ = options.inherited(job, has.get("inherited", ()), where)
-    wrong = [*site.problems(job, has, where, TITLE, PING), *_secrets(job, has, where), *inherited]
+    wrong = [*login_check.problems(job, has, where, TITLE, PING), *_secrets(job, has, where), *inherited]
     return wrong or _limits(job, partitions(has.get("partition", ())), where)
 
 
