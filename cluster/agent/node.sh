@@ -2,7 +2,7 @@
 # Runs on each node before agent.pyz, outside of the container: reads secrets, chooses the network device, enters the
 # container, and keeps the exit code. In the container, agent.pyz runs the setup commands and starts the ranks.
 # Above it, backends/script.py writes `enter` and `arguments` (the command, before and after the runtime's options) and the
-# runtime's functions, and agent/own_folder.sh. Above these are agent/node_start.sh and the job's own lines.
+# runtime's functions, agent/own_folder.sh and agent/wait.sh. Above these are agent/node_start.sh and the job's own lines.
 
 # A container has its own. The agent sets it for the ranks.
 CLUSTER_UMASK=$(umask)
@@ -72,21 +72,12 @@ forward() {
 }
 # Runs the node, and sets `code`.
 run() {
-    local last
     trap '' USR2
     "${enter[@]}" "${options[@]}" "${arguments[@]}" 2> "$out/$CLUSTER_NODE.err" &
     child=$!
     trap 'stopped=yes; forward TERM' TERM INT
     trap 'forward USR2' USR2
-    wait "$child"
-    code=$?
-    while kill -0 "$child" 2>/dev/null; do # a signal ends `wait` before the child exits
-        wait "$child"
-        code=$?
-    done
-    wait "$child" 2>/dev/null # again, if both happened at once: 127 means that the code is known
-    last=$?
-    [ "$last" = 127 ] || code=$last
+    wait_for "$child"
 }
 stopped=
 run

@@ -131,11 +131,8 @@ def _script(
     if job.pass_env and not runtime.inside:
         text += f"passed=({scripts.line([pattern.rstrip('*') for pattern in job.pass_env])})\n"
     text += f"runtime={runtime.name}\n" + (f"names=({scripts.line(names)})\n" if runtime.takes_names else "")
-    return (
-        text
-        + _entry(words)
-        + scripts.text(*filter(None, [runtime.script]), "agent/own_folder.sh", "agent/node.sh")
-    )
+    functions = [*filter(None, [runtime.script]), "agent/own_folder.sh", "agent/wait.sh"]
+    return text + _entry(words) + scripts.text(*functions, "agent/node.sh")
 
 
 def _entry(words: Sequence[str]) -> str:

@@ -63,6 +63,7 @@ STATIC = (
     "agent/node_start.sh",
     "agent/prologue.sh",
     "agent/own_folder.sh",
+    "agent/wait.sh",
     "backends/slurm/environment.sh",
     "backends/slurm/job.sh",
     "backends/slurm/node.sh",

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -626,10 +627,51 @@ def run_node_script(
     text = f"{begin}runtime={runtime} enter=() arguments=(sh -c '{command}')\n{more}"
     environment = {"PATH": os.environ["PATH"], "CLUSTER_RUN_DIR": str(folder), "CLUSTER_ATTEMPT": "1"}
     environment |= {"CLUSTER_NODE": "node-1", "PET_NODE_RANK": "1", **variables}
-    script = text + scripts.text("agent/node.sh")
+    script = text + scripts.text("agent/wait.sh", "agent/node.sh")
     return subprocess.run(
         ["bash", "-c", script], env=environment, capture_output=True, text=True, check=False
     )
+
+
+#: A node's agent, in short. It begins once its parent forwards signals, and ends after 30 s in any case.
+CHILD = """
+trap 'echo >> saves' USR2
+trap 'sleep 0.3; exit 75' TERM
+until [ -e waits ]; do sleep 0.02; done
+touch started
+for _ in $(seq 600); do sleep 0.05; done
+"""
+PARENT = f"""
+bash -c {shlex.quote(CHILD)} &
+child=$!
+trap 'kill -s USR2 "$child"' USR2
+trap 'kill -s TERM "$child" 2>/dev/null' TERM
+touch waits
+wait_for "$child"
+exit "$code"
+"""
+
+
+def test_a_script_that_waits_for_its_child_through_signals_has_the_childs_exit_code(tmp_path):
+    """As node.sh and the script of a batch job wait."""
+    parent = subprocess.Popen(["bash", "-c", scripts.text("agent/wait.sh") + PARENT], cwd=tmp_path)
+    assert wait_until((tmp_path / "started").exists)
+    saves = tmp_path / "saves"
+
+    def has_saved_three_times():
+        parent.send_signal(signal.SIGUSR2)
+        return saves.exists() and len(saves.read_text()) >= 3
+
+    assert wait_until(has_saved_three_times)
+    for _ in range(20):  # the last ones while the child ends
+        parent.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+    assert parent.wait(40) == 75
+
+
+def test_a_child_that_has_exited_before_the_wait_keeps_its_exit_code():
+    script = "bash -c 'exit 3' & sleep 0.2; wait_for $!; exit \"$code\""
+    assert subprocess.run(["bash", "-c", scripts.text("agent/wait.sh") + script], check=False).returncode == 3
 
 
 @pytest.mark.parametrize("variable", ["CLUSTER_NODE_ADDRESS", "CLUSTER_HOSTS"])

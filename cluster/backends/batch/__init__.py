@@ -131,7 +131,7 @@ class BatchBackend(Backend):
         made = Plan(job, attempt, self.name, nodes_of(job, login), "", job.port)
         folder = script.attempt_dir(made, login)
         path = f"{folder}/{self.script_name}"
-        body = scripts.text(*self.job_scripts, "backends/batch/job.sh")
+        body = scripts.text(*self.job_scripts, "agent/wait.sh", "backends/batch/job.sh")
         output = f"{made.dir_on(login)}/{self.name}.log"
         text = self.render(job, body, output=output, setup=self._setup(job, made, login))
         step = Step(login.name, {path: text}, (self.programs.submit, path), script.needs(job, login))

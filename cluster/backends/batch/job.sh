@@ -1,9 +1,10 @@
 # shellcheck shell=bash disable=SC2154
 # The body of a batch script: chooses the master and its port, starts the nodes, and requeues the job. Above it,
 # batch/__init__.py writes `run` (the job's folder), `nodes`, `port`, `max_restarts`, `first_attempt`, `requeue_after` (the
-# ends of a node after which the job is requeued: exit codes, or `nothing`) and `node` (the script of a node). The batch
-# system's own job.sh sets `scheduler` (its name), `number` (the job's), `assigned` (its nodes, for the log) and `requeues`
-# (how often it has been requeued), and these functions, which may use `out` (the attempt's folder) and `restarts`:
+# ends of a node after which the job is requeued: exit codes, or `nothing`) and `node` (the script of a node), then
+# agent/wait.sh. The batch system's own job.sh sets `scheduler` (its name), `number` (the job's), `assigned` (its nodes,
+# for the log) and `requeues` (how often it has been requeued), and these functions, which may use `out` (the attempt's
+# folder) and `restarts`:
 #
 # assigned_hosts        prints the hosts of the nodes, one a line
 # on_each_node COMMAND  runs a command once on each node
@@ -65,15 +66,7 @@ start_nodes bash -c "$task" task "$node" "$out"
 stopped=
 trap 'signal_nodes USR2' USR2
 trap 'stopped=yes; signal_nodes TERM' TERM
-wait "$step"
-code=$?
-while kill -0 "$step" 2>/dev/null; do # a signal ends `wait` before the step exits
-    wait "$step"
-    code=$?
-done
-wait "$step" 2>/dev/null # again, if both happened at once: 127 means that the code is known
-last=$?
-[ "$last" = 127 ] || code=$last
+wait_for "$step"
 
 # The exit code of the node $1, or `nothing`. Waits $2 s for it.
 ended() {
