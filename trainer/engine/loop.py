@@ -193,7 +193,7 @@ class TrainLoop:
         ranks_before = len(content["ranks"])
         _, ranks_now = training.strategy.share
         if ranks_before != ranks_now:
-            text = f"the checkpoint is of a training on {ranks_before} ranks, this one has {ranks_now}"
+            text = f"the checkpoint was written by {ranks_before} ranks, and this training has {ranks_now}"
             training.display.print(text)
 
     def _content(self) -> RunState:
