@@ -93,7 +93,7 @@ def test_the_display_of_a_job_cannot_control_the_terminal(
 def test_an_error_cannot_control_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail() -> None:
+    def fail(**_: str) -> None:
         raise UsageError(f"n0: ssh: {HOSTILE}", HOSTILE)
 
     monkeypatch.setattr(main, "app", fail)
