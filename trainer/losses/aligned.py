@@ -121,16 +121,16 @@ MANY_FIRST, MANY_LAST = 0.8, 0.1  # weight of the one-to-many loss in the first 
 
 
 class Candidates(NamedTuple):
-    """The targets of `CandidateTargets` as columns."""
+    """The targets of `CandidateTargets` as columns: k pairs of a box and a point, and n boxes."""
 
-    box: Tensor
-    point: Tensor
-    at: Tensor
-    top: Tensor
-    targets: Tensor
-    weight: Tensor
-    image: Tensor
-    cls: Tensor
+    box: Tensor  # int64 (k,)
+    point: Tensor  # int64 (k,)
+    at: Tensor  # float32 (k, 3): x, y in pixels, stride
+    top: Tensor  # int64 (m,): the places of each box's first pairs
+    targets: Tensor  # float32 (n, 4): centre x, y, w, h in pixels
+    weight: Tensor  # float32 (n,): 0 for a row that pads
+    image: Tensor  # int64 (n,)
+    cls: Tensor  # int64 (n,)
 
 
 class Matched(NamedTuple):
@@ -194,13 +194,13 @@ class AlignedLoss(Criterion):
 
         `outputs` are the raw ones (b, ny, nx, 4 * bins + nc) per level, all levels for the first matching first.
         """
-        found = candidates(targets)
+        pairs = candidates(targets)
         levels = len(self.strides)
         sums = []
         counts = [targets["counts"]]
         for k, matching in enumerate(self.matchings):
             flat = torch.cat([t.flatten(1, 2) for t in outputs[k * levels : (k + 1) * levels]], 1)
-            matched = self.match(flat, found, matching)
+            matched = self.match(flat, pairs, matching)
             sums.append(self._sums(flat, matched, size))
             counts.append(matched.weight.double().sum()[None])
         return F.pad(torch.stack(sums, 1) * self.shares, (1, 0)), torch.cat(counts)
@@ -218,24 +218,26 @@ class AlignedLoss(Criterion):
         stride = matched.at[:, 2:]
         quality = ciou(self._boxes(picked, matched.at), matched.target)
         box = ((1 - quality) * matched.weight).sum()
+        centre = matched.target[:, :2]
         half = matched.target[:, 2:] / 2
-        sides = torch.cat((point - matched.target[:, :2] + half, matched.target[:, :2] + half - point), 1)
+        sides = torch.cat((point - centre + half, centre + half - point), 1)
         if self.bins > 1:
-            each = self._distribution(picked, sides / stride)
+            distance = self._distribution(picked, sides / stride)
         else:  # as fractions of the image's sides
             height, width = size
             left, top, right, bottom = (picked * stride - sides).abs().unbind(1)
-            each = ((left + right) / width + (top + bottom) / height) / 4
-        return torch.stack((box, cls, (each * matched.weight).sum()))
+            distance = ((left + right) / width + (top + bottom) / height) / 4
+        return torch.stack((box, cls, (distance * matched.weight).sum()))
 
     @torch.no_grad()
-    def match(self, flat: Tensor, found: Candidates, matching: Matching = ONE_TO_MANY) -> Matched:
+    def match(self, flat: Tensor, pairs: Candidates, matching: Matching = ONE_TO_MANY) -> Matched:
         """Return the best pairs of a box and a point, by the raw outputs (b, points, 4 * bins + nc)."""
-        picked = flat[found.image[found.box], found.point]
-        scores = picked.gather(1, 4 * self.bins + found.cls[found.box][:, None])[:, 0].float().sigmoid()
-        boxes = self._boxes(picked[:, : 4 * self.bins], found.at)
+        picked = flat[pairs.image[pairs.box], pairs.point]
+        logit_column = 4 * self.bins + pairs.cls[pairs.box]
+        scores = picked.gather(1, logit_column[:, None])[:, 0].float().sigmoid()
+        boxes = self._boxes(picked[:, : 4 * self.bins], pairs.at)
         images, points = flat.shape[:2]
-        return match(found, scores, boxes, images, points, matching)
+        return match(pairs, scores, boxes, images, points, matching)
 
     def _boxes(self, raw: Tensor, at: Tensor) -> Tensor:
         """Raw distances (m, 4 * bins) at points and strides (m, 3) px -> centre x, y, w, h (m, 4) in pixels."""
@@ -263,12 +265,20 @@ def candidates(targets: Targets) -> Candidates:
     box = targets["box"]
     owner = targets["owner"]
     pair = targets["pair"]
-    pairs = pair[:, 0], pair[:, 1], targets["at"], targets["top"]
-    return Candidates(*pairs, box[:, :4], box[:, 4], owner[:, 0], owner[:, 1])
+    return Candidates(
+        box=pair[:, 0],
+        point=pair[:, 1],
+        at=targets["at"],
+        top=targets["top"],
+        targets=box[:, :4],
+        weight=box[:, 4],
+        image=owner[:, 0],
+        cls=owner[:, 1],
+    )
 
 
 def match(
-    found: Candidates,
+    pairs: Candidates,
     scores: Tensor,
     boxes: Tensor,
     images: int,
@@ -282,36 +292,38 @@ def match(
     overlap among all whose candidate it is. Of the points that a box then has, `matching` may leave it only the best.
     weight = alignment / (the box's best alignment + EPSILON) * the box's best overlap.
     """
-    n = len(found.targets)
-    k = len(found.box)
-    m = len(found.top)
-    overlap = ciou(boxes, found.targets[found.box]).clamp(min=0) * found.weight[found.box]
+    n = len(pairs.targets)
+    k = len(pairs.box)
+    m = len(pairs.top)
+    overlap = ciou(boxes, pairs.targets[pairs.box]).clamp(min=0) * pairs.weight[pairs.box]
     aligned = scores**ALPHA * overlap**BETA
     # One sort for all boxes: the bits of floats that are not negative are ordered as they are. Ties go to the first.
-    order = ((found.box << 32) - _bits(aligned)).argsort(stable=True)
-    best = order[found.top]  # (m,) pairs
+    order = ((pairs.box << 32) - _bits(aligned)).argsort(stable=True)
+    best = order[pairs.top]  # (m,) pairs
     is_chosen = aligned[best] > 0
     if matching.points < TOP:
-        owner = found.box[best]
-        begin = found.top.new_full((n,), k).scatter_reduce_(0, owner, found.top, "amin")
-        is_chosen &= found.top - begin[owner] < matching.points
+        owner = pairs.box[best]
+        begin = pairs.top.new_full((n,), k).scatter_reduce_(0, owner, pairs.top, "amin")
+        is_chosen &= pairs.top - begin[owner] < matching.points
 
-    slot = found.image[found.box] * points + found.point  # (k,)
-    numbers = torch.arange(k, device=slot.device)
+    # A point is claimed by its overlaps: the largest wins, and of equal ones the first pair.
+    all_points = images * points
+    point_of_pair = pairs.image[pairs.box] * points + pairs.point  # (k,)
+    numbers = torch.arange(k, device=point_of_pair.device)
     claim = (_bits(overlap) << 32) + (HIGHEST - numbers)
-    largest = claim.new_zeros(images * points).scatter_reduce_(0, slot, claim, "amax")
-    own = slot[best]
-    choosers = claim.new_zeros(images * points).scatter_add_(0, own, is_chosen.long())
-    pair = torch.where(choosers[own] > 1, HIGHEST - (largest[own] & 0xFFFFFFFF), best)
+    largest = claim.new_zeros(all_points).scatter_reduce_(0, point_of_pair, claim, "amax")
+    chosen_point = point_of_pair[best]  # (m,)
+    choosers = claim.new_zeros(all_points).scatter_add_(0, chosen_point, is_chosen.long())
+    winner = HIGHEST - (largest[chosen_point] & 0xFFFFFFFF)
+    pair = torch.where(choosers[chosen_point] > 1, winner, best)
     # The point is in a row of each box that chose it. It counts in the first.
-    rows = torch.arange(m, device=slot.device)
-    first = rows.new_full((images * points,), m).scatter_reduce_(
-        0, own, torch.where(is_chosen, rows, m), "amin"
-    )
-    won = is_chosen & (first[own] == rows)
+    rows = torch.arange(m, device=pair.device)
+    chosen_row = torch.where(is_chosen, rows, m)
+    first_row = rows.new_full((all_points,), m).scatter_reduce_(0, chosen_point, chosen_row, "amin")
+    won = is_chosen & (first_row[chosen_point] == rows)
 
-    box = found.box[pair]
-    point = found.point[pair]
+    box = pairs.box[pair]
+    point = pairs.point[pair]
     aligned = aligned[pair] * won
     overlap = overlap[pair] * won
     if matching.once:
@@ -322,7 +334,7 @@ def match(
     most_aligned = aligned.new_zeros(n).scatter_reduce_(0, box, aligned, "amax")
     most_overlap = overlap.new_zeros(n).scatter_reduce_(0, box, overlap, "amax")
     weight = aligned / (most_aligned[box] + EPSILON) * most_overlap[box]
-    return Matched(found.image[box], point, found.at[pair], found.cls[box], found.targets[box], weight)
+    return Matched(pairs.image[box], point, pairs.at[pair], pairs.cls[box], pairs.targets[box], weight)
 
 
 def _bits(values: Tensor) -> Tensor:

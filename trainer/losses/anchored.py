@@ -137,9 +137,8 @@ class DetectionLoss(Criterion):
         levels, rows = value.shape[:2]
         # The order of the cells in memory, so that nothing is copied.
         cells = [t.permute(0, 2, 3, 1, 4).flatten(0, 3) for t in outputs]
-        picked = torch.cat(
-            [t.index_select(0, cell) for t, cell in zip(cells, index[..., 0], strict=True)]
-        ).float()
+        picked_of_levels = [t.index_select(0, cell) for t, cell in zip(cells, index[..., 0], strict=True)]
+        picked = torch.cat(picked_of_levels).float()
         centre, wh = torch.split(picked[:, :4].sigmoid() * 2, 2, 1)
         quality = ciou(torch.cat((centre - 0.5, wh**2 * anchor_wh), 1), box)
         of_boxes = ((1 - quality) * weight[:, 0]).view(levels, rows).sum(1)
@@ -147,12 +146,14 @@ class DetectionLoss(Criterion):
         logits = torch.cat([t[:, 4] for t in cells]).float()
         wanted = logits.new_zeros(len(logits) + 1)  # the last takes what decides no cell's objectness
         wanted[index[..., 1].flatten()] = quality.detach().clamp(min=0)
-        losses = torch.split(
-            bce(logits, wanted[:-1], self.hyp.obj_pw, self.hyp.fl_gamma), [len(t) for t in cells]
-        )
+        of_cells = bce(logits, wanted[:-1], self.hyp.obj_pw, self.hyp.fl_gamma)
+        losses = torch.split(of_cells, [len(t) for t in cells])
         images = len(outputs[0])
-        per_level = zip(losses, self.balance, strict=True)
-        of_objectness = torch.stack([loss.sum() * (b / (len(loss) // images)) for loss, b in per_level]).sum()
+        of_levels = []
+        for loss, balance in zip(losses, self.balance, strict=True):
+            cells_per_image = len(loss) // images
+            of_levels.append(loss.sum() * (balance / cells_per_image))
+        of_objectness = torch.stack(of_levels).sum()
 
         logits = picked[:, 5:]
         if self.nc > 1:
@@ -217,8 +218,10 @@ def ciou(a: Tensor, b: Tensor) -> Tensor:
     CIoU = IoU - rho^2 / c^2 - alpha v: overlap, distance of the centres over the enclosing diagonal, and
     difference of the aspect ratios with its weight alpha held constant.
     """
-    (a_centre, a_size), (b_centre, b_size) = torch.split(a, 2, 1), torch.split(b, 2, 1)
-    (aw, ah), (bw, bh) = a_size.unbind(1), b_size.unbind(1)
+    a_centre, a_size = torch.split(a, 2, 1)
+    b_centre, b_size = torch.split(b, 2, 1)
+    aw, ah = a_size.unbind(1)
+    bw, bh = b_size.unbind(1)
     between = (a_centre - b_centre).abs()
     both = a_size + b_size
     # Two intervals share what their half widths reach beyond their distance, at most the shorter one; below 0 is a gap.
