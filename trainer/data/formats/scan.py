@@ -66,23 +66,23 @@ def scan(listing: Listing, states: Sequence[ImageState], nc: int, extra: int | N
     rows = np.concatenate([np.empty((0, 5)), *(image.rows for image in images)])
     owner = np.repeat(np.arange(len(images)), np.array([len(image.rows) for image in images], np.int64))
     sizes = np.array([image.size for image in images], np.int32).reshape(-1, 2)
-    every = [outline for image in images for outline in image.outlines]
-    extras = extra_columns.find(every) if extra is None else []
+    all_outlines = [outline for image in images for outline in image.outlines]
+    extras = extra_columns.find(all_outlines) if extra is None else []
     is_outline = np.ones(len(rows), np.bool_)
-    for each in extras:
-        is_outline[each.rows] = not each.is_certain
+    for columns in extras:
+        is_outline[columns.rows] = not columns.is_certain
     labels, good, bad = _check(rows, owner, nc, is_outline)
     lines = [line for image in images for line in image.lines]
     hints = {}
-    for each in extras:
-        first = int(each.rows[0])
-        what = (
-            f"a box with {each.what}, no outline"
-            if each.is_certain
-            else f"an outline, or a box with {each.what}?"
-        )
-        bad[first] = f"{each.columns} columns: {what}{first_of(len(each.rows))}", not each.is_certain
-        hints[first] = f"{each.hint}; if these rows are outlines: `extra_columns: 0`"
+    for columns in extras:
+        first = int(columns.rows[0])
+        if columns.is_certain:
+            what = f"a box with {columns.what}, no outline"
+        else:
+            what = f"an outline, or a box with {columns.what}?"
+        count = first_of(len(columns.rows))
+        bad[first] = f"{columns.columns} columns: {what}{count}", not columns.is_certain
+        hints[first] = f"{columns.hint}; if these rows are outlines: `extra_columns: 0`"
     clipped = np.flatnonzero(good & _is_beyond(rows, 1 / sizes[owner][:, ::-1]))
     if len(clipped):
         what = f"box partly outside the image, clipped to it{first_of(len(clipped))}"
@@ -93,7 +93,7 @@ def scan(listing: Listing, states: Sequence[ImageState], nc: int, extra: int | N
         text = read_text(file).splitlines()[lines[k] - 1].strip()[:60]
         faults.append((index, Fault(file, lines[k], f"{what}: `{text}`", hints.get(k, _ROW_HINT), warning)))
     faults.sort(key=lambda item: (item[0], item[1].line))
-    outlines = [every[k] for k in np.flatnonzero(good)]
+    outlines = [all_outlines[k] for k in np.flatnonzero(good)]
     return Scan(
         np.array([os.fsencode(listing.images[image.index]) for image in images], np.bytes_),
         sizes,

@@ -94,8 +94,8 @@ class ImageWeights:
     def probabilities(self, class_map: Sequence[float] | None) -> Floats:
         """Return each image's probability (n,); NaN in `class_map` (nc,) marks a class without a measurement."""
         maps = np.zeros(self._nc) if class_map is None else np.array(class_map, np.float64)
-        known = np.isfinite(maps)
-        maps[~known] = maps[known].mean() if known.any() else 0.0
+        is_measured = np.isfinite(maps)
+        maps[~is_measured] = maps[is_measured].mean() if is_measured.any() else 0.0
         boxes = np.bincount(self._classes, minlength=self._nc)
         by_class = (1 - maps) ** 2 / np.maximum(boxes, 1)
         weights = np.bincount(self._owners, by_class[self._classes], self._count)
@@ -139,25 +139,33 @@ class BatchSampler:
         while epoch < end:
             batches, repeated = self.batches(epoch)
             order = np.concatenate(batches)
-            sizes = [len(ids) for ids in batches]
-            ends = np.cumsum(sizes)
+            ends = np.cumsum([len(ids) for ids in batches])
             for step in range(first_step, self.steps):
                 ids = batches[step]
                 begin = ends[step] - len(ids)
                 mine = np.array_split(np.arange(begin, ends[step]), self.world)[self.rank]
-                rng = np.random.default_rng([SIDE, self.seed, epoch, step])
-                side = self.sides[int(rng.integers(len(self.sides)))]
-                shape = (side, side)
-                if self.aspects is not None:
-                    shape = rect_shape(self.aspects[ids], side, self.stride, 0.0)
-                previous = int(ids[int(mine[0] - begin) - 1])
-                again = None if repeated is None else repeated[mine]
-                near = neighbours(order, mine)
-                yield BatchSpec(order[mine], shape, len(ids), epoch, step, previous, near, again)
+                yield BatchSpec(
+                    ids=order[mine],
+                    shape=self._shape(epoch, step, ids),
+                    global_size=len(ids),
+                    epoch=epoch,
+                    step=step,
+                    previous=int(ids[int(mine[0] - begin) - 1]),
+                    neighbours=neighbours(order, mine),
+                    repeats=None if repeated is None else repeated[mine],
+                )
             if self.weights:  # they may change after each epoch
                 return
             epoch = epoch + 1
             first_step = 0
+
+    def _shape(self, epoch: int, step: int, ids: Ints) -> Shape:
+        """Return the shape of the images `ids` of a step."""
+        rng = np.random.default_rng([SIDE, self.seed, epoch, step])
+        side = self.sides[int(rng.integers(len(self.sides)))]
+        if self.aspects is None:
+            return side, side
+        return rect_shape(self.aspects[ids], side, self.stride, 0.0)
 
     def batches(self, epoch: int) -> tuple[list[Ints], Ints | None]:
         """Return the image ids of every step of `epoch` and, with image weights, the repeats of each."""

@@ -261,11 +261,11 @@ class EpochLoader(BatchLoader[BatchType]):
             self._next = None  # the pass is unusable if the next line raises
             batch = self.take()
             assert batch is not None
-            # Image weights may change between epochs, so nothing is prefetched beyond the last step.
-            last = step + 1 == self.steps
-            self._next = (
-                None if last and self.sampler.weights else (epoch + 1, 0) if last else (epoch, step + 1)
-            )
+            if step + 1 < self.steps:
+                self._next = epoch, step + 1
+            elif not self.sampler.weights:
+                self._next = epoch + 1, 0
+            # Otherwise image weights may change before the next epoch, so nothing is prefetched beyond this step.
             yield batch
 
     def names_of(self, epoch: int, step: int) -> list[str]:
@@ -287,9 +287,9 @@ def on_side_stream(batches: Iterator[TrainBatchType], stream: torch.cuda.Stream)
             if batch is None:
                 return
             images = batch.images.to(stream.device, non_blocking=True)
-            targets = {
-                name: values.to(stream.device, non_blocking=True) for name, values in batch.targets.items()
-            }
+            targets = {}
+            for name, values in batch.targets.items():
+                targets[name] = values.to(stream.device, non_blocking=True)
         current.wait_stream(stream)
         for tensor in (images, *targets.values()):
             tensor.record_stream(current)  # its memory is reused only after the step

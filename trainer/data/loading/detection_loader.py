@@ -161,6 +161,11 @@ def labels_of(recipes: Sequence[Recipe]) -> BoxLabels:
     return np.column_stack([owner, np.concatenate(labels)])
 
 
+def _has_polygons(dataset: Dataset) -> bool:
+    outlines = itertools.chain.from_iterable(map(dataset.segments, range(len(dataset))))
+    return any(map(len, outlines))
+
+
 class _ValCollate(Collate[ValBatch]):
     def __init__(self, dataset: Dataset, imgsz: int) -> None:
         super().__init__(dataset)
@@ -219,9 +224,7 @@ class TrainLoader(EpochLoader[Batch]):
             weights=ImageWeights(dataset) if image_weights else None,
             **options,
         )
-        if hyp.copy_paste and not any(
-            len(outline) for k in range(len(dataset)) for outline in dataset.segments(k)
-        ):
+        if hyp.copy_paste and not _has_polygons(dataset):
             self.notes.append(
                 "copy_paste has no effect here: it needs polygon labels, and this dataset has boxes only"
             )
@@ -269,11 +272,9 @@ class TrainLoader(EpochLoader[Batch]):
         resident = ResidentImages(collate.dataset, collate.layout, painter.device, refused=refused, **sizes)
         fits = exchange(resident.may_fit())
         differing = [str(rank) for rank, does in enumerate(fits) if does != fits[0]]
-        others = (
-            f" ({'not' if fits[0] else 'but'} on the devices of ranks {', '.join(differing)})"
-            if differing
-            else ""
-        )
+        others = ""
+        if differing:
+            others = f" ({'not' if fits[0] else 'but'} on the devices of ranks {', '.join(differing)})"
         if not fits[world.rank]:
             return f"{otherwise}; they do not stay on {painter.device}{others}: {resident.need}"
         painter.resident = resident
@@ -322,17 +323,18 @@ class TrainLoader(EpochLoader[Batch]):
         collate.assign = assign
         if not pads:
             return
-        most: dict[str, int] = {}
+        most_rows: dict[str, int] = {}
 
-        def seen(name: str, needed: int) -> int:
-            most[name] = max(needed, most.get(name, 0))
+        def record(name: str, needed: int) -> int:
+            most_rows[name] = max(needed, most_rows.get(name, 0))
             return needed
 
-        collate.rows = seen
+        collate.rows = record
         for spec in itertools.islice(self.sampler.specs_from(0, 0), _SAMPLED):
             collate.targets(labels_of(collate.recipes(spec)), spec)
+        round_up = Capacity({})
         collate.rows = Capacity(
-            {name: Capacity({})(name, int(needed * _SPARE)) for name, needed in most.items()}
+            {name: round_up(name, int(needed * _SPARE)) for name, needed in most_rows.items()}
         )
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
@@ -376,7 +378,9 @@ class ValLoader(EvalLoader[ValBatch]):
         aspects = aspects_of(dataset)
         order = np.argsort(aspects, kind="stable") if rect else np.arange(len(dataset))
         specs = []
-        for group in (order[k : k + _GROUP] for k in range(0, len(order), _GROUP)):
+        for first in range(0, len(order), _GROUP):
+            group = order[first : first + _GROUP]
             shape = rect_shape(aspects[group], imgsz, stride, _VAL_PAD) if rect else (imgsz, imgsz)
-            specs += [BatchSpec(group[k : k + batch], shape) for k in range(0, len(group), batch)]
+            for begin in range(0, len(group), batch):
+                specs.append(BatchSpec(group[begin : begin + batch], shape))
         super().__init__(_ValCollate(dataset, imgsz), specs[rank::world], workers, local_size)
