@@ -36,6 +36,7 @@ from trainer.weights import checkpoint_file
 from trainer.weights.checkpoint import RunCheckpoint, RunState
 
 MAX_SKIPPED = 3  # batches that --on-nan skip may leave out
+MOST_NAMES = 8  # of images in an error
 # Steps between two reads of the loss on the host, which synchronize a GPU.
 READBACK_EVERY = {"cpu": 1, "cuda": 20}
 
@@ -104,15 +105,15 @@ def _make_run_dir(settings: Settings, world: comm.World) -> Path:
 
 
 def _print_summary(training: Trainer, run_dir: Path, backend: str, parameters: int) -> None:
+    s = training.settings
     size = training.world.size
     ranks = f"{size} rank{'s' if size > 1 else ''} over {backend}" if backend else "1 process"
-    kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[training.dtype]
-    s = training.settings
-    training.display.print(
-        f"{s.data}: {len(training.task.names)} classes, {parameters:,} parameters, {ranks} on {training.device.type}, "
-        f"{kind}, {s.imgsz} px, batch {s.batch}, {training.train_loader.steps} steps an epoch"
-        + ("" if training.events.launched else f" -> {run_dir}")
-    )
+    precision = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[training.dtype]
+    model = f"{len(training.task.names)} classes, {parameters:,} parameters"
+    steps = f"{s.imgsz} px, batch {s.batch}, {training.train_loader.steps} steps an epoch"
+    folder = "" if training.events.launched else f" -> {run_dir}"
+    text = f"{s.data}: {model}, {ranks} on {training.device.type}, {precision}, {steps}{folder}"
+    training.display.print(text)
 
 
 def _check_same_data(training: Trainer) -> str:
@@ -270,8 +271,8 @@ class TrainLoop:
             except NotFinite as error:
                 self._handle_nonfinite(error.step)
                 continue
-            own = {**training.timer.shares(), "seconds": training.timer.seconds(), "images_per_s": rate}
-            shares = comm.all_gather(own)
+            times = {**training.timer.shares(), "seconds": training.timer.seconds(), "images_per_s": rate}
+            shares = comm.all_gather(times)
             is_best = scores is not None and scores.fitness > training.state.best
             if scores and is_best:
                 if self.results.logger:
@@ -335,7 +336,7 @@ class TrainLoop:
         training.local_model.train()
         training.display.begin_epoch(state.epoch + 1, training.settings.epochs, steps)
         begin = time.perf_counter()
-        images = state.images
+        images_before = state.images
         stopping = False
         saving = False
         for batch in self._batches():
@@ -361,13 +362,13 @@ class TrainLoop:
                 self._save()
                 self._stop_if(stopping)
                 saving = False
-            self._report_progress(time.perf_counter() - begin, state.images - images)
+            self._report_progress(time.perf_counter() - begin, state.images - images_before)
         with training.timer.spending("sync"):
             last = training.meter.reduce_last()
         self._log(training.meter.last_step + 1, last)
-        return (training.meter.sums + last) / steps, (state.images - images) / max(
-            time.perf_counter() - begin, 1e-9
-        )
+        seconds = max(time.perf_counter() - begin, 1e-9)
+        losses = (training.meter.sums + last) / steps
+        return losses, (state.images - images_before) / seconds
 
     def _batches(self) -> Iterator[TrainBatch]:
         batches = self.training.timer.waiting(self.training.batches())
@@ -392,7 +393,8 @@ class TrainLoop:
 
     def _is_save_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after global step `step` (--save-every)."""
-        (seconds, steps), (saved_at, saved_step) = interval(self.training.settings.save_every), self.saved
+        seconds, steps = interval(self.training.settings.save_every)
+        saved_at, saved_step = self.saved
         if saved_step < 0:  # the first step of this process
             saved_step = step
             self.saved = saved_at, saved_step
@@ -466,7 +468,9 @@ class TrainLoop:
         training = self.training
         epoch, step = divmod(global_step, training.train_loader.steps)
         names = training.train_loader.names_of(epoch, step)
-        listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        listed = ", ".join(names[:MOST_NAMES])
+        if len(names) > MOST_NAMES:
+            listed += f" and {len(names) - MOST_NAMES} more"
         message = f"the loss is no longer finite (epoch {epoch + 1}, step {step + 1}; the batch: {listed})"
         hint = "lower lr0 in --hyp, use --precision fp32, or skip such batches with --on-nan skip"
         if training.settings.on_nan == "stop":

@@ -204,9 +204,10 @@ class Trainer:
             moved = self.task.move(batch, self.device)
             self.compilation.run(self._whole, self.meter, self.strategy, *moved, batch.global_size)
         number = self.global_step
-        left = self.train_loader.steps - self.state.step - 1
-        to_skip = sum(number < skipped <= number + left for skipped in self.state.skipped)
-        return self.train_step(batch, self.state, number, is_last=left == to_skip, stop=stop, save=save)
+        following_steps = self.train_loader.steps - self.state.step - 1
+        skipped = [step for step in self.state.skipped if number < step <= number + following_steps]
+        is_last = len(skipped) == following_steps
+        return self.train_step(batch, self.state, number, is_last=is_last, stop=stop, save=save)
 
     def begin_epoch(self) -> None:
         """Advance to the next epoch."""
