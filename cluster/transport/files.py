@@ -48,16 +48,16 @@ class Difference:
     def __str__(self) -> str:
         """`2 files missing (a.jpg, b.jpg), 1 different (c.txt)`: counts, and the first three names of each."""
         words: list[str] = []
-        for names, what in (
-            (self.missing, "missing"),
-            (self.different, "different"),
-            (self.extra, "only there"),
-        ):
-            if names:
-                files = "" if words else ("file " if len(names) == 1 else "files ")
-                first = [name if name.isprintable() else ascii(name) for name in names[:3]]
-                first += ["..."] if len(names) > 3 else []
-                words.append(f"{len(names)} {files}{what} ({', '.join(first)})")
+        kinds = ((self.missing, "missing"), (self.different, "different"), (self.extra, "only there"))
+        for names, what in kinds:
+            if not names:
+                continue
+            count = str(len(names))
+            if not words:
+                count += " file" if len(names) == 1 else " files"
+            first = [name if name.isprintable() else ascii(name) for name in names[:3]]
+            first += ["..."] if len(names) > 3 else []
+            words.append(f"{count} {what} ({', '.join(first)})")
         return ", ".join(words)
 
 
@@ -137,8 +137,10 @@ class _Mirror:
         if self.is_link:
             raise self.foreign()
         changes, _ = self.compare(checksum=checksum)
-        # A different time does not mean different content: compare the content then.
-        return self.compare(checksum=True)[0] if changes.different and not checksum else changes
+        if changes.different and not checksum:
+            # A different time does not mean different content: compare the content then.
+            changes, _ = self.compare(checksum=True)
+        return changes
 
     def foreign(self) -> ClusterError:
         """Return the error for a link to a folder that is not this machine's."""
@@ -213,9 +215,10 @@ def links_leading_out(folder: str) -> tuple[str, ...]:
     for top, folders, names in os.walk(here):
         folders[:] = [name for name in folders if name not in EXCLUDED]
         for path in (Path(top, name) for name in (*folders, *names)):
-            if path.is_symlink() and not Path(
-                posixpath.normpath(path.parent / path.readlink())
-            ).is_relative_to(here):
+            if not path.is_symlink():
+                continue
+            target = Path(posixpath.normpath(path.parent / path.readlink()))
+            if not target.is_relative_to(here):
                 out.append(f"{path.relative_to(here)} -> {path.readlink()}")
     return tuple(sorted(out))
 
@@ -326,8 +329,8 @@ def _mirrors(node: Machine, heres: Sequence[Path], marker: str = "") -> list[_Mi
     if done.code:
         raise ClusterError(f"{node.name}: {node.data_dir} cannot be read: {reason(done.err)}")
     fields = done.out.split("\0")[:-1]
-    each = zip(heres, fields[0::3], fields[1::3], fields[2::3], strict=True)
-    return [_Mirror(node, here, cast(State, state), path, bool(seen)) for here, state, path, seen in each]
+    answers = zip(heres, fields[0::3], fields[1::3], fields[2::3], strict=True)
+    return [_Mirror(node, here, cast(State, state), path, bool(seen)) for here, state, path, seen in answers]
 
 
 def _sync(
@@ -355,13 +358,14 @@ def _sync(
     files = len(difference.missing) + len(difference.different)
     if not files and not removed:
         return Synced(node.name, "same", seconds=time.monotonic() - began, left=left)
-    words = [
-        "--perms",
-        *(["--checksum"] if checksum else []),
-        *(["--delete"] if delete else []),
-        *mirror.arguments(),
-    ]
-    run = Rsync(node, words, lambda sent: report(node.name, "sending", min(sent, size), size))
+    options = ["--perms"]
+    options += ["--checksum"] if checksum else []
+    options += ["--delete"] if delete else []
+    run = Rsync(
+        node,
+        [*options, *mirror.arguments()],
+        lambda sent: report(node.name, "sending", min(sent, size), size),
+    )
     run(unwritable, f"this machine: {here} cannot be read")
     return Synced(node.name, "rsync", files, run.moved, removed, time.monotonic() - began, left)
 

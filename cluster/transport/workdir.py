@@ -41,28 +41,13 @@ SECRETS = (
     *(".env", ".env.*", ".envrc", "*.env"),
     *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "id_ecdsa_sk", "id_ed25519_sk"),
     *("*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.jks", "*.keystore", "*.kdbx", "*.ovpn"),
-    *(
-        ".npmrc",
-        ".yarnrc.yml",
-        ".pypirc",
-        ".netrc",
-        "_netrc",
-        ".pgpass",
-        ".my.cnf",
-        ".git-credentials",
-        ".htpasswd",
-    ),
+    *(".npmrc", ".yarnrc.yml", ".pypirc", ".netrc", "_netrc"),
+    *(".pgpass", ".my.cnf", ".git-credentials", ".htpasswd"),
     *("kubeconfig", "kubeconfig.*", "*.kubeconfig", ".kube/config", ".docker/config.json", ".dockercfg"),
     *(".aws/credentials", ".boto", ".s3cfg", "rclone.conf", ".azure/*", ".config/gcloud/*"),
     *("credentials", "credentials.json", "application_default_credentials.json", "client_secret*.json"),
-    *(
-        "service-account*.json",
-        "service_account*.json",
-        "*.tfstate",
-        "*.tfvars",
-        ".vault-token",
-        "secrets.toml",
-    ),
+    *("service-account*.json", "service_account*.json"),
+    *("*.tfstate", "*.tfvars", ".vault-token", "secrets.toml"),
     *("kaggle.json", ".huggingface/token", ".cache/huggingface/token", ".ssh/*"),
 )
 NO_SECRETS = ("*.example", "*.sample", "*.template", "*.dist", "*.pub", "known_hosts", "authorized_keys")
@@ -120,9 +105,8 @@ def _is_sent(folder: str, name: str) -> bool:
     """Return whether the closest .clusterignore with a pattern for a file says that it travels."""
     for above in PurePath(name).parents:
         below = "" if above == PurePath() else f"{above}/"
-        for _, spec in _rules(
-            folder, below, {SENT_FILE} if Path(folder, below, SENT_FILE).exists() else set()
-        ):
+        names = {SENT_FILE} if Path(folder, below, SENT_FILE).exists() else set()
+        for _, spec in _rules(folder, below, names):
             if (is_ignored := spec.check_file(name[len(below) :]).include) is not None:
                 return not is_ignored
     return False
@@ -152,7 +136,7 @@ def send(
             parallel.each(machines, lambda node: reach(node).run(["bash", "-c", remove, plan.dir_on(node)]))
             raise
     most = max(sent.values(), default=0)
-    where = f"{len(machines)} nodes" if len(machines) > 1 else (machines[0].name if machines else "")
+    where = f"{len(machines)} nodes" if len(machines) > 1 else "".join(node.name for node in machines)
     return f"working directory: {len(sizes)} files, {decimal(total)}; {most} sent to {where}"
 
 
@@ -170,15 +154,11 @@ def fetch(plan: Plan, node: Machine) -> None:
     target = f"{plan.run_dir}/{WORKDIR}"
     if reach(node).run(["test", "-d", source]).code:
         return
-    run = files.fetch(
-        node, source, target, plan.run_dir, ["--prune-empty-dirs", f"--compare-dest={plan.workdir}"]
-    )
+    options = ["--prune-empty-dirs", f"--compare-dest={plan.workdir}"]
+    run = files.fetch(node, source, target, plan.run_dir, options)
     # The user's own links may lead out: the node got them as they are, and has only sent them back.
-    files.refuse_links(
-        node,
-        source,
-        {name: to for name, to in run.links_out.items() if not _is_link(f"{plan.workdir}/{name}", to)},
-    )
+    foreign = {name: to for name, to in run.links_out.items() if not _is_link(f"{plan.workdir}/{name}", to)}
+    files.refuse_links(node, source, foreign)
 
 
 def _is_link(path: str, target: str) -> bool:
@@ -195,7 +175,10 @@ def commit(folder: str) -> str:
         changed = LocalShell().run(["git", "-C", folder, "status", "--porcelain"], timeout_s=60)
     except UnreachableError:  # no git
         return ""
-    return "" if head.code else head.out.strip() + (" (dirty)" if changed.out.strip() else "")
+    if head.code:
+        return ""
+    dirty = " (dirty)" if changed.out.strip() else ""
+    return f"{head.out.strip()}{dirty}"
 
 
 def _send(
