@@ -72,18 +72,7 @@ class Layers:
             program: tuple[str, ...] = (sys.executable, "-c", text, here.root, here.driver)
         else:  # the permission to use the engine is enough
             mount = f"type=bind,source={here.root},target=/engine,readonly"
-            run = (
-                here.program,
-                "run",
-                "--rm",
-                "--init",
-                "--network",
-                "none",
-                "--user",
-                "0:0",
-                "--mount",
-                mount,
-            )
+            run = (here.program, "run", "--rm", "--init", "--network=none", "--user=0:0", f"--mount={mount}")
             program = (*run, "--entrypoint", "python3", here.id, "-c", text, "/engine", here.driver)
         answer = reach(HERE).run([*program, "image", here.id, *chains], timeout_s=120)
         if answer.code:
@@ -122,7 +111,7 @@ def push(
     if failed := _nothing_sent(made):
         return failed
     layers = None
-    if all(each.takes_layers for each in (here, *(seen[node.name] for node in lacking))):
+    if here.takes_layers and all(seen[node.name].takes_layers for node in lacking):
         try:
             layers = Layers.of(here)
         except ClusterError as error:
@@ -156,7 +145,8 @@ def send_missing(
     packer = ("zstd", "-q", "-3", "-T0", "-c") if ending == "zst" else ("gzip", "-n", "-1", "-c")
     #: The name of each file, its unpacked size, and the command that prints it.
     sources: list[tuple[str, int, Sequence[str]]]
-    manifest = config = ""
+    manifest = ""
+    config = ""
     if layers is None:
         sources = [(f"whole-{file_name(here.id, ending)}", here.size, (here.program, "save", image))]
     else:
@@ -169,15 +159,16 @@ def send_missing(
         ]
 
     def names(count: int) -> list[str]:
-        return list(dict.fromkeys(name for name, *_ in (sources[total - count :] if layers else sources)))
+        wanted = sources[total - count :] if layers else sources
+        return list(dict.fromkeys(name for name, *_ in wanted))
 
     with (
         tempfile.TemporaryDirectory(prefix="clusterctl-", dir=_TEMPORARY) as folder,
         ThreadPoolExecutor(1) as background,
     ):
-        blobs = {
-            name: Blob(Path(folder, name), int(_RATIO * size), argv, packer) for name, size, argv in sources
-        }
+        blobs = {}
+        for name, size, argv in sources:
+            blobs[name] = Blob(Path(folder, name), int(_RATIO * size), argv, packer)
         for name in names(max(counts.values())):
             blobs[name].made = background.submit(blobs[name].make)
 
@@ -235,7 +226,8 @@ def send(node: Machine, folder: str, blobs: Sequence[Blob], report: Report) -> i
 
     The next call resumes a partial file. Raise ClusterError.
     """
-    moved = before = 0
+    moved = 0
+    before = 0
 
     def sent(now: int) -> None:
         report(node.name, "sending", before + now, sum(blob.size for blob in blobs))

@@ -230,9 +230,9 @@ class Supervisor:
         stayed = [host for host in plan.machines if host in before]
         if _checkpoint_times(stayed, plan)[0]:
             return
-        own, _ = _checkpoint_times(plan.machines, plan)
+        current_times, _ = _checkpoint_times(plan.machines, plan)
         times, silent = _checkpoint_times(retired, plan)
-        if silent and not (times or own or stayed) and self.record.history[-1].step > (0, 0):
+        if silent and not (times or current_times or stayed) and self.record.history[-1].step > (0, 0):
             self.show.note(f"no machine that answers has a checkpoint: waiting for {', '.join(silent)}")
             clock = AwakeClock()
             until = clock() + RETURN_S
@@ -241,7 +241,7 @@ class Supervisor:
                 times, silent = _checkpoint_times(retired, plan)
             if silent and not times:
                 self.show.note(f"{', '.join(silent)} did not come back: training restarts from the beginning")
-        if max(times.values(), default=0) <= max(own.values(), default=0):
+        if max(times.values(), default=0) <= max(current_times.values(), default=0):
             return
         source = max((host for host in retired if host.name in times), key=lambda host: times[host.name])
         not_checkpoint = ("attempt-*", "events.*", "labels*", "results*", "train_*", "previous*", "before*")

@@ -54,25 +54,21 @@ class Needs:
         for pod in self.pods:
             spec = pod["spec"]
             if kind == "persistentvolumeclaim":
-                names |= {
-                    volume[_CLAIM]["claimName"] for volume in spec.get("volumes", ()) if _CLAIM in volume
-                }
+                volumes = spec.get("volumes", ())
+                names |= {volume[_CLAIM]["claimName"] for volume in volumes if _CLAIM in volume}
             elif kind in ("secret", "configmap"):
                 names |= _referred(spec, kind)
             elif kind == "priorityclass":
-                names |= {spec["priorityClassName"]} if spec.get("priorityClassName") else set()
+                names.add(spec.get("priorityClassName") or "")
             elif kind == "serviceaccount":
-                names |= {spec["serviceAccountName"]} if spec.get("serviceAccountName") else set()
-        return sorted(names - {f"{self.job}-secrets"} - self.own)
+                names.add(spec.get("serviceAccountName") or "")
+        return sorted(names - {"", f"{self.job}-secrets"} - self.own)
 
     @property
     def devices(self) -> dict[str, int]:
         """The devices that a pod's node container asks for, by their resource; its GPUs first."""
-        (node,) = (
-            container
-            for container in self.pods[0]["spec"]["containers"]
-            if container["name"] == NODE_CONTAINER
-        )
+        containers = self.pods[0]["spec"]["containers"]
+        (node,) = (container for container in containers if container["name"] == NODE_CONTAINER)
         limits = node.get("resources", {}).get("limits", {})
         counts = {name: int(amount(str(count))) for name, count in limits.items() if "/" in name}
         return dict(sorted(counts.items(), key=lambda item: item[0] != self.gpu_resource))
@@ -262,26 +258,27 @@ def _devices(kubectl: Kubectl, needs: Needs) -> list[str]:
     if slots >= len(needs.pods):
         return []
     what = f"{len(needs.pods)} pods need {of_each} each"
-    for resource in (name for name in wanted if not any(free[name] for free in have)):
-        is_gpu = resource == needs.gpu_resource
-        kind = "GPU" if is_gpu else resource
-        others = sorted(
-            name
-            for name in {name for node in nodes for name in node["status"].get("allocatable", {})}
-            if "/" in name and name not in wanted and bool(re.search(_GPU, name)) == is_gpu
-        )
-        known = (
-            f"the cluster has {', '.join(others)}" if others else f"no machine of the cluster has a {kind}"
-        )
-        hint = (
-            f"gpu_resource: {_IN_CLUSTER_YAML}, or --device cpu" if is_gpu else f"devices: {_IN_CLUSTER_YAML}"
-        )
+    for resource in wanted:
+        if any(free[resource] for free in have):
+            continue
+        hint = f"devices: {_IN_CLUSTER_YAML}"
+        if resource == needs.gpu_resource:
+            hint = f"gpu_resource: {_IN_CLUSTER_YAML}, or --device cpu"
         which = "one" if len(wanted) == 1 else resource
-        raise UsageError(
-            f"{what}, but no machine has {which}" + (" that fits" if selector else "") + f"; {known}", hint
-        )
+        which += " that fits" if selector else ""
+        raise UsageError(f"{what}, but no machine has {which}; {_instead_of(resource, needs, nodes)}", hint)
     hint = "--nodes and --gpus; kubectl describe nodes shows what each machine has"
     raise UsageError(f"{what}, but the cluster has room for {slots}, on {len(fitting)} machines", hint)
+
+
+def _instead_of(resource: str, needs: Needs, nodes: Sequence[Mapping[str, Any]]) -> str:
+    """Return the devices of the same kind, GPUs or others, that the cluster has instead of a resource."""
+    is_gpu = resource == needs.gpu_resource
+    devices = {name for node in nodes for name in node["status"].get("allocatable", {}) if "/" in name}
+    others = sorted(name for name in devices - set(needs.devices) if bool(re.search(_GPU, name)) == is_gpu)
+    if others:
+        return f"the cluster has {', '.join(others)}"
+    return f"no machine of the cluster has a {'GPU' if is_gpu else resource}"
 
 
 def _allocatable(node: Mapping[str, Any], resource: str) -> int:
