@@ -28,7 +28,7 @@ def gc(
         option(
             "--job",
             metavar="NAME",
-            help="Remove what this job, by its name or launch ID, started, even while it runs.",
+            help="Remove everything that this job (a name or launch ID) has started, even while it runs.",
         ),
     ] = "",
     yes: Annotated[bool, flag("Remove without asking.", "--yes", "-y")] = False,

@@ -30,7 +30,7 @@ def exec_(
     ],
     node: NodeName = "0",
     on_all: Annotated[
-        bool, options.flag("Run it on all nodes at once, without input.", "--all", "-a")
+        bool, options.flag("Run the command on all nodes at once, without input.", "--all", "-a")
     ] = False,
 ) -> None:
     """Run a command inside a running job, in a node's container.

@@ -60,7 +60,7 @@ class BackendOptions:
         option(
             "--time",
             metavar="H:MM:SS",
-            help="Time limit. A job writes a checkpoint --grace before it.",
+            help="Time limit. With launch, the job writes a checkpoint --grace before it.",
             rich_help_panel=_SLURM,
         ),
         SOME_BACKENDS,
@@ -395,7 +395,7 @@ class MachineOptions:
         str,
         option(
             metavar="FILE",
-            help="Hostfile of DeepSpeed or MPI (worker-1 slots=4) to use instead of an inventory.",
+            help="Hostfile of DeepSpeed or MPI (worker-1 slots=4) that names the machines.",
             rich_help_panel=_MACHINES,
         ),
     ] = ""

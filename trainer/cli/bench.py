@@ -41,7 +41,7 @@ class BenchSettings:
     rounds: int = option(3, "Measurements per point, each in a round over all points.", least=1)
     threads: int | None = option(
         None,
-        "CPU threads per rank, the same at each point. [default: 1 on a GPU, or the cores divided by the most ranks]",
+        "CPU threads per rank, the same at each point. [default: 1 on a GPU, or cores divided by the maximum of --ranks]",
         least=1,
     )
     json: bool = option(False, "Print one JSON object instead of the tables.")
@@ -68,7 +68,7 @@ class ScalingSettings(BenchSettings):
         *("--batch", "--batch-size"),
     )
     ranks: str = option(
-        "", "Comma-separated numbers of ranks. [default: 1,2,4,8, at most the GPUs, or the cores]"
+        "", "Comma-separated numbers of ranks. [default: 1,2,4,8, up to the number of GPUs, or of cores]"
     )
     precision: str = option("auto", "Comma-separated precisions: fp32, bf16, fp16 or auto.")
     parallel: str = option(DEFAULT_STRATEGY, f"Comma-separated strategies: {', '.join(PARALLEL)}.")

@@ -89,7 +89,7 @@ class Settings:
     )
     hyp: Hyp = option(  # noqa: RUF009 (a field)
         "",
-        "Hyper-parameters: low, med or high for a detector, or a YAML file; `trainer hyp` prints one. Keys that the "
+        "Hyperparameters: low, med or high for a detector, or a YAML file; `trainer hyp` prints one. Keys that the "
         "file omits keep the task's and the dataset's defaults.",
         metavar="FILE",
         heading=OPTIMIZATION,
