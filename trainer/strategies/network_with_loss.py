@@ -13,9 +13,9 @@ from trainer.data.batch import Targets
 from trainer.losses.criterion import Criterion, ImageSize, Outputs
 from trainer.models.precision import as_input, size_of
 
-#: Inductor's options on a GPU. Batch norm reads five tensors, which is one more than inductor by default computes again:
-#: it would store each result in float32 for the backward pass's two kernels, and read it in both.
-GPU_OPTIONS: dict[str, Any] = {"realize_reads_threshold": 8}
+#: Inductor's options on a GPU. What the backward pass's reduction and its next kernel share is computed in both. By default
+#: inductor would store it in float32: batch norm reads five tensors, and SiLU's gradient has many operations.
+GPU_OPTIONS: dict[str, Any] = {"realize_reads_threshold": 8, "realize_opcount_threshold": 100}
 
 
 class NetworkWithLoss(nn.Module):
