@@ -29,7 +29,7 @@ from torch import Tensor
 from trainer.bench.tables import markdown
 from trainer.data.registry import open_dataset
 from trainer.inference.trained import load_trained
-from trainer.strategies.network_with_loss import mean_terms
+from trainer.losses.criterion import mean_terms
 
 NETS = tuple(f"{family}{size}" for family in ("yolov8", "yolo11", "yolo26") for size in "nsmlx")
 TOLERANCE = 1e-4

@@ -34,10 +34,10 @@ from trainer.distributed.comm import World
 from trainer.engine.events import Events
 from trainer.engine.trainer import Trainer
 from trainer.errors import TrainerError
+from trainer.losses.criterion import mean_terms
 from trainer.metrics.confusion import TopK
 from trainer.models import freeze
 from trainer.models.torchvision_nets import Classifier, Segmenter, build_classifier
-from trainer.strategies.network_with_loss import mean_terms
 from trainer.strategies.strategy import fill
 from trainer.tasks import open_task
 from trainer.weights import checkpoint_file

@@ -168,7 +168,7 @@ def test_compilation_between_two_updates_keeps_the_gradients(
             settings(str(data), hyp=hyp, noautoanchor=True, compile=compiled), World(), CPU, Events({})
         )
         run.start()
-        run.task.prepare_targets(run.train_loader, run.model, pads=True)
+        run.task.prepare_targets(run.train_loader, run.evaluator.loader, run.model, pads=True)
         run.local_model.train()
         states.append(weights(run))
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

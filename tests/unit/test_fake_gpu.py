@@ -32,11 +32,12 @@ from trainer.distributed import comm
 from trainer.distributed.comm import World
 from trainer.engine.events import Events
 from trainer.engine.trainer import Trainer
+from trainer.losses.criterion import mean_terms
 from trainer.models import blocks
 from trainer.models.precision import as_input
 from trainer.plots import DRAWINGS
 from trainer.strategies import cut, network_with_loss
-from trainer.strategies.network_with_loss import NetworkWithLoss, mean_terms
+from trainer.strategies.network_with_loss import NetworkWithLoss
 from trainer.weights import checkpoint_file
 
 STATE = ("model", "ema", "optimizer", "scaler", "total", "ranks")
@@ -57,7 +58,7 @@ def started(place: torch.device, world: World | None = None, **more: Any) -> Tra
     training = Trainer(settings(**more), world or World(), place, Events({}))
     training.start()
     # A CPU's targets have no rows that pad, with which sums have another order.
-    training.task.prepare_targets(training.train_loader, training.model, pads=True)
+    training.task.prepare_targets(training.train_loader, training.evaluator.loader, training.model, pads=True)
     training.local_model.train()
     return training
 

@@ -124,7 +124,7 @@ def test_two_hundred_batches_of_different_labels_compile_once(cfg: str, tmp_path
     how |= {"epochs": 40, "hyp": Hyp(close_mosaic=0.0)}
     training = Trainer(settings(**how), World(), torch.device("cpu"), Events({}))
     training.start()
-    training.task.prepare_targets(training.train_loader, training.model, pads=True)
+    training.task.prepare_targets(training.train_loader, training.evaluator.loader, training.model, pads=True)
     raw = [t.detach() for t in training.local_model(torch.zeros(4, 3, 64, 64))]
     traces = []
 

@@ -32,7 +32,7 @@ from trainer.errors import TrainerError
 from trainer.inference.box_predictor import detect_in
 from trainer.inference.export import NEEDED, export
 from trainer.inference.trained import load_trained
-from trainer.strategies.network_with_loss import mean_terms
+from trainer.losses.criterion import mean_terms
 from trainer.tasks import open_task
 from trainer.weights import checkpoint_file
 

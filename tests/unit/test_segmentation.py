@@ -28,11 +28,11 @@ from trainer.distributed.comm import World
 from trainer.engine.events import Events
 from trainer.engine.trainer import Trainer
 from trainer.errors import TrainerError
+from trainer.losses.criterion import mean_terms
 from trainer.losses.cross_entropy import SegmentationLoss
 from trainer.metrics.confusion import Confusion
 from trainer.models.torchvision_nets import build_segmenter
 from trainer.plots import segment
-from trainer.strategies.network_with_loss import mean_terms
 from trainer.tasks import open_task
 from trainer.weights import checkpoint_file
 

@@ -7,9 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from trainer.data.batch import Targets
 from trainer.detectors import Detections, Limits, Parts
 from trainer.distributed import comm
-from trainer.models.precision import as_input
+from trainer.losses.criterion import LossSums
+from trainer.models.precision import as_input, size_of
 from trainer.models.yolo import fuse
 
 
@@ -21,24 +23,33 @@ class Detector:
     ) -> None:
         """Infer with `model`: the model of `parts`, or its average."""
         self._postprocess = parts.postprocess
+        self._criterion = parts.criterion
         self._net = fuse(copy.deepcopy(model)).eval().to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.device = device
         self.dtype = dtype
         self.limits = limits
         self.network_s = self.nms_s = 0.0  # sum over all calls
         self.images = 0
+        self.losses = LossSums()
 
     @torch.inference_mode()
-    def __call__(self, images: Tensor) -> list[Detections]:
-        """uint8 (b, h, w, 3) RGB, sides multiples of the stride -> detections of each image in pixels, on the CPU."""
+    def __call__(self, images: Tensor, targets: Targets | None = None) -> list[Detections]:
+        """uint8 (b, h, w, 3) RGB, sides multiples of the stride -> detections of each image in pixels, on the CPU.
+
+        With the targets of the loss, its sums are added to `losses`.
+        """
         begin = comm.now(self.device)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            raw = self._net(as_input(images.to(self.device, non_blocking=True)))
+            inputs = as_input(images.to(self.device, non_blocking=True))
+            raw = self._criterion.validation_outputs(self._net, inputs) if targets else self._net(inputs)
         middle = comm.now(self.device)
         found = [in_full_precision(each) for each in self._postprocess(self._net, raw, self.limits)]
         self.network_s += middle - begin
         self.nms_s += time.perf_counter() - middle
         self.images += len(images)
+        if targets:
+            moved = {name: values.to(self.device, non_blocking=True) for name, values in targets.items()}
+            self.losses.add(*self._criterion(raw, moved, size_of(inputs)))
         return found
 
 

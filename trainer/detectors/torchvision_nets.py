@@ -137,6 +137,7 @@ class RetinaNetLoss(Criterion):
     """torchvision's loss: the mean over the images of focal loss and box loss, each per matched anchor of an image."""
 
     terms: tuple[str, ...] = ("cls", "box")
+    validates = True
 
     def __init__(self, net: Any) -> None:
         super().__init__([1.0] * len(self.terms))

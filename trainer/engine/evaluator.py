@@ -8,6 +8,7 @@ from torch import nn
 
 from trainer.data.loading.dataloader import EvalLoader
 from trainer.distributed import comm
+from trainer.losses.criterion import Criterion, LossSums
 from trainer.tasks import Scores, Task
 
 
@@ -19,18 +20,28 @@ class Evaluator:
         self.loader = loader
         self.metric = task.metric()  # of the last validation; on rank 0 merged over the ranks
         self.samples: Sequence[Any] = ()  # images of this rank with their predictions
+        self.losses: dict[str, float] = {}  # terms of the loss over the batches of all ranks
 
     def __call__(
-        self, model: nn.Module, batches: Iterable[Any], device: torch.device, dtype: torch.dtype
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        criterion: Criterion,
     ) -> Scores:
         """Return the model's scores over the batches of all ranks. A collective."""
-        metric, self.samples = self._task.evaluate(model, batches, device, dtype)
-        parts = comm.gather(metric)
+        metric, self.samples, losses = self._task.evaluate(model, batches, device, dtype, criterion)
+        parts = comm.gather((metric, losses))
         scores: Scores | None = None
         if parts:
             self.metric = self._task.metric()
-            for part in parts:
+            whole = LossSums()
+            for part, part_losses in parts:
                 self.metric.merge(part)
+                whole.merge(part_losses)
+            self.losses = whole.terms(criterion)
             scores = self.metric.compute()
-        merged: Scores = comm.broadcast(scores)
+        merged: Scores
+        merged, self.losses = comm.broadcast((scores, self.losses))
         return merged

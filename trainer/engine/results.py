@@ -27,7 +27,9 @@ def write_table(rows: Sequence[Mapping[str, float]], path: Path) -> None:
     """Rewrite results.csv: one row per epoch."""
     out = io.StringIO()
     if rows:
-        table = csv.DictWriter(out, list(rows[0]))
+        # A run that an earlier version started can have rows with fewer columns.
+        columns = list(dict.fromkeys(name for row in reversed(rows) for name in row))
+        table = csv.DictWriter(out, columns, restval="nan")
         table.writeheader()
         table.writerows({k: v if isinstance(v, int) else f"{v:.6g}" for k, v in row.items()} for row in rows)
     checkpoint_file.write_bytes(path, out.getvalue().encode())
@@ -70,9 +72,13 @@ def report(
     first = shares[0]
     found = scores.columns() if scores else dict.fromkeys(training.task.columns, math.nan)
     named = dict(zip((f"{t}_loss" for t in training.task.terms), losses, strict=True))
+    validation = training.evaluator.losses if scores else {}
+    terms = training.task.terms if training.validates_loss else ()
+    validated = {f"val/{term}_loss": validation.get(term, math.nan) for term in terms}
     row: dict[str, float] = {
         "epoch": epoch + 1,
         **named,
+        **validated,
         **found,
         "lr": training.schedule.at((epoch + 1) * training.train_loader.steps - 1).lr,
         **{k: first[k] for k in ("images_per_s", "seconds", *SHARES)},
@@ -104,7 +110,10 @@ def report(
     slowest = "" if slow is None else f"  slowest rank {slow}"
     done = f"epoch {epoch + 1}/{training.settings.epochs}"
     speed = f"{first['images_per_s']:.0f} images/s"
-    training.display.end_epoch(f"{done}  {scored}loss {sum(losses):.3f}  {speed}  {spent}{slowest}")
+    loss = f"loss {sum(losses):.3f}  "
+    if validation:
+        loss += f"val loss {sum(validation.values()):.3f}  "
+    training.display.end_epoch(f"{done}  {scored}{loss}{speed}  {spent}{slowest}")
 
 
 def slowest_rank(shares: Sequence[Mapping[str, float]]) -> int | None:

@@ -82,6 +82,8 @@ class RunLogger:
 
     def _tag(self, name: str) -> str:
         """Return the TensorBoard tag of a column of results.csv."""
+        if name.startswith("val/"):
+            return name
         if name.endswith("_loss"):
             return f"loss/{name.removesuffix('_loss')}"
         if name in self._task.columns:

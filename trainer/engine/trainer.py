@@ -168,7 +168,7 @@ class Trainer:
         """Let the dataloader make the targets of the loss, for the anchors that the model has now."""
         # On a CPU, rows that pad only cost time, unless compiled code needs fixed shapes.
         pads = self.device.type != "cpu" or bool(self.compilation.mode)
-        self.task.prepare_targets(self.train_loader, self.model, pads=pads)
+        self.task.prepare_targets(self.train_loader, self.evaluator.loader, self.model, pads=pads)
 
     def _prepare_loss(self) -> None:
         """Let the loss know the current epoch."""
@@ -244,6 +244,11 @@ class Trainer:
             comm.average_(list(statistics_of(model).values()), self.strategy.replica_group)
 
     @property
+    def validates_loss(self) -> bool:
+        """Whether a validation computes the loss, and not the scores alone."""
+        return self._whole.criterion.validates and not self.settings.noval
+
+    @property
     def has_validation(self) -> bool:
         """Whether the current epoch ends with a validation."""
         s = self.settings
@@ -252,7 +257,9 @@ class Trainer:
 
     def validate(self, batches: Iterable[Any]) -> Scores:
         """Return the averaged model's scores over the batches of all ranks. A collective."""
-        return self.evaluator(self.strategy.gather_average(), batches, self.device, self.dtype)
+        return self.evaluator(
+            self.strategy.gather_average(), batches, self.device, self.dtype, self._whole.criterion
+        )
 
     def state_dict(self) -> TrainerState:
         """Return all that an exact resume needs, the same on every rank: tensors and plain values. A collective.

@@ -91,7 +91,7 @@ def score(settings: Settings, *, plots: bool) -> Scored | None:
     )
     batches = track(iter(loader), len(loader), "validating") if world.rank == 0 else loader
     started = time.perf_counter()
-    metric, shown = task.evaluate(model, batches, device, type_for(s.precision, False, device))
+    metric, shown, _ = task.evaluate(model, batches, device, type_for(s.precision, False, device))
     per_image = 1000 * (time.perf_counter() - started) * world.size / max(1, len(task.val_set))
     parts = comm.gather(metric)
     result = None

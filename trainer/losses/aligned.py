@@ -153,6 +153,7 @@ class AlignedLoss(Criterion):
     """The loss of a batch for DetectDFL and DetectEndToEnd: matches from the outputs, then the terms."""
 
     shares: Tensor
+    validates = True
     _numbers: Tensor
 
     def __init__(
@@ -182,6 +183,12 @@ class AlignedLoss(Criterion):
     def assigner(self, model: Any, /) -> CandidateTargets:
         """Return what makes the targets."""
         return CandidateTargets(self.strides)
+
+    def validation_outputs(self, network: Any, images: Tensor, /) -> Sequence[Tensor]:
+        """Run the network in evaluation mode, with the branches of all matchings."""
+        network.detect.returns_all = True
+        outputs: Sequence[Tensor] = network(images)
+        return outputs
 
     def weight(self, images: Tensor, /) -> Tensor:
         """Return `images`: YOLOv5's loss is the mean of the batch times its size."""

@@ -108,6 +108,7 @@ class DetectionLoss(Criterion):
     """The loss of a batch for Detect. The targets are those of `AnchorTargets`, with l levels and p rows each."""
 
     terms = ("box", "obj", "cls")
+    validates = True
 
     def __init__(self, levels: int, strides: Sequence[int], nc: int, hyp: Hyp, imgsz: int) -> None:
         # YOLOv5's gains are for 3 levels, 80 classes and 640 px.

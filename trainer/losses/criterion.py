@@ -30,6 +30,7 @@ class Criterion(nn.Module, ABC):
 
     terms: tuple[str, ...]
     gains: Tensor
+    validates = False  # whether there are validation losses: see `validation_outputs`
 
     def __init__(self, gains: Sequence[float]) -> None:
         """Start a criterion with a factor for each of its t terms."""
@@ -55,6 +56,13 @@ class Criterion(nn.Module, ABC):
         """
         return network(images)
 
+    def validation_outputs(self, network: nn.Module, images: Tensor, /) -> Outputs:
+        """Run the network in evaluation mode; the outputs go to `postprocess` too, and to this loss if it `validates`.
+
+        `images` are float (b, 3, h, w) in 0..1. A detector gets a copy of its network, which may be changed here.
+        """
+        return network(images)
+
     def divisors(self, counts: Tensor, /) -> Tensor:
         """Return what the sums are divided by, (d,), from the counts of all ranks (d,)."""
         return counts
@@ -77,3 +85,39 @@ class Criterion(nn.Module, ABC):
     def weight(self, images: Tensor, /) -> Tensor | float:
         """Return the factor by which the mean loss of a step with `images` images (a scalar) is multiplied."""
         return 1.0
+
+
+def mean_terms(sums: Tensor, counts: Tensor, gains: Tensor) -> Tensor:
+    """Return the loss terms (t,) from sums (t, d), counts (d,) to divide by, and gains (t,)."""
+    return (sums / counts.clamp(min=1).float()).sum(1) * gains
+
+
+class LossSums:
+    """Sums and counts of the batches of a validation, whose terms do not depend on batch size and number of ranks."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None  # (t, d) float64; None: no batch
+        self._counts: Tensor | None = None  # (d,) float64
+
+    def add(self, sums: Tensor, counts: Tensor) -> None:
+        """Add a batch's sums (t, d) and counts (d,), as a criterion returns them."""
+        sums = sums.detach().double()
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    def merge(self, other: "LossSums") -> None:
+        """Add what another rank has added up."""
+        if other._sums is not None and other._counts is not None:
+            self.add(other._sums, other._counts)
+
+    def terms(self, criterion: Criterion) -> dict[str, float]:
+        """Return the mean of each term of the criterion; none without a batch."""
+        if self._sums is None or self._counts is None:
+            return {}
+        gains = criterion.gains.to(self._sums)
+        means = mean_terms(self._sums, criterion.divisors(self._counts), gains)
+        return dict(zip(criterion.terms, means.tolist(), strict=True))
+
+    def __getstate__(self) -> dict[str, Tensor | None]:
+        # Each rank has its own device.
+        return {name: None if value is None else value.cpu() for name, value in vars(self).items()}

@@ -13,6 +13,7 @@ class ClassificationLoss(Criterion):
     """Softmax cross-entropy of the images, with label smoothing (Szegedy 2016)."""
 
     terms = ("cls",)
+    validates = True
 
     def __init__(self, label_smoothing: float, batches: int) -> None:
         """Take the mean of `batches` batches, which one optimizer step accumulates."""

@@ -163,15 +163,19 @@ class DetectEndToEnd(DetectDFL):
 
     bins = 1
     is_end_to_end = True
+    returns_all = False  # whether the outputs of all branches are returned outside of training too
 
     def __init__(self, channels: Sequence[int], nc: int) -> None:
         super().__init__(channels, nc, separable=True)
         self.one2one_cv2, self.one2one_cv3 = copy.deepcopy(self.cv2), copy.deepcopy(self.cv3)
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
-        """[(b, c_i, ny, nx)] -> raw outputs [(b, ny, nx, 4 + nc)], one per level; in training, the others' first."""
+        """[(b, c_i, ny, nx)] -> raw outputs [(b, ny, nx, 4 + nc)], one per level.
+
+        With `returns_all` and in training, those of the other branches come first.
+        """
         once = self._raw(self.one2one_cv2, self.one2one_cv3, [x.detach() for x in maps])
-        return [*self._raw(self.cv2, self.cv3, maps), *once] if self.training else once
+        return [*self._raw(self.cv2, self.cv3, maps), *once] if self.training or self.returns_all else once
 
     @torch.no_grad()
     def place(self, strides: Sequence[int]) -> None:

@@ -94,7 +94,8 @@ def write(fig: Figure, path: Path) -> None:
 
 def plot_results(csv_path: Path, png_path: Path) -> None:
     """Plot the columns of a results.csv that `_PANELS` contains over the epochs."""
-    rows = np.atleast_1d(np.genfromtxt(csv_path, delimiter=",", names=True))
+    # By default, NumPy removes the slash of val/box_loss.
+    rows = np.atleast_1d(np.genfromtxt(csv_path, delimiter=",", names=True, deletechars=""))
     columns = rows.dtype.names or ()
     found = [(title, [line for line in lines if line[0] in columns]) for title, lines in _PANELS]
     panels = [(title, lines) for title, lines in found if lines]
@@ -103,7 +104,14 @@ def plot_results(csv_path: Path, png_path: Path) -> None:
         axes = fig.add_subplot(1, len(panels), k + 1)
         for name, label, colour in lines:
             marker = "o" if len(rows) < 40 else ""
-            axes.plot(rows["epoch"], rows[name], color=colour, label=label, marker=marker, markersize=3.5)
+            how: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3.5}
+            axes.plot(rows["epoch"], rows[name], label=label, **how)
+            validated = f"val/{name}"
+            if validated in columns:
+                # The epochs without a validation have no value, and would interrupt the line.
+                has_value = np.isfinite(rows[validated])
+                epochs = rows["epoch"][has_value]
+                axes.plot(epochs, rows[validated][has_value], label=f"val {label}", linestyle="--", **how)
         style_axes(axes, title, "epoch")
         axes.locator_params(axis="x", integer=True)
         axes.set_ylim(0, None if title == "loss" else 1.02)

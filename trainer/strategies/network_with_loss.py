@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from trainer.data.batch import Targets
-from trainer.losses.criterion import Criterion, ImageSize, Outputs
+from trainer.losses.criterion import Criterion, ImageSize, Outputs, mean_terms
 from trainer.models.precision import as_input, size_of
 
 #: Inductor's options on a GPU. What the backward pass's reduction and its next kernel share is computed in both. By default
@@ -99,8 +99,3 @@ class SumOfOutputs(Criterion):
         """Return the sum, without counts."""
         total = torch.stack([tensor.float().sum() for tensor in tree_leaves(outputs)]).sum()
         return total, total.detach()
-
-
-def mean_terms(sums: Tensor, counts: Tensor, gains: Tensor) -> Tensor:
-    """Return the loss terms (t,) float32 from sums (t, d), counts (d,) to divide by, and gains (t,)."""
-    return (sums / counts.clamp(min=1).float()).sum(1) * gains

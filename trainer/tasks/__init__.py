@@ -3,7 +3,7 @@
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,10 @@ from trainer.config import ModelCfg, Settings
 from trainer.data.batch import TrainBatch
 from trainer.data.loading.dataloader import EpochLoader, EvalLoader
 from trainer.distributed.comm import LoaderShare
-from trainer.losses.criterion import Criterion
+from trainer.losses.criterion import Criterion, LossSums
 from trainer.metrics.scores import Metric, Scores
 
-__all__ = ["Scores", "Task", "open_task"]
+__all__ = ["Evaluation", "Scores", "Task", "open_task"]
 
 # Imported when needed: each has its own large dependencies.
 TASKS = {
@@ -23,6 +23,14 @@ TASKS = {
     "classify": "trainer.tasks.torchvision_tasks:Classification",
     "segment": "trainer.tasks.torchvision_tasks:Segmentation",
 }
+
+
+class Evaluation(NamedTuple):
+    """What a rank found in its batches: the metric, a few images with their predictions, and sums of the loss."""
+
+    metric: Metric
+    shown: list[Any]
+    losses: LossSums
 
 
 class Task(ABC):
@@ -68,8 +76,8 @@ class Task(ABC):
     def val_loader(self, share: LoaderShare) -> EvalLoader[Any]:
         """Return this rank's validation batches."""
 
-    def prepare_targets(self, loader: Any, model: Any, *, pads: bool) -> None:
-        """Let the loader make the targets of the loss; with `pads`, their shapes hardly ever change."""
+    def prepare_targets(self, loader: Any, val_loader: Any, model: Any, *, pads: bool) -> None:
+        """Let the loaders make the targets of the loss; with `pads`, training's shapes hardly ever change."""
         return  # the labels are the targets
 
     def move(self, batch: TrainBatch, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
@@ -83,9 +91,14 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(
-        self, model: Any, batches: Iterable[Any], device: torch.device, dtype: torch.dtype
-    ) -> tuple[Metric, list[Any]]:
-        """Return this rank's metric over its batches, and a few images with their predictions."""
+        self,
+        model: Any,
+        batches: Iterable[Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        criterion: Criterion | None = None,
+    ) -> Evaluation:
+        """Evaluate on this rank's batches; with a `criterion` that `validates`, on the device, add up its sums."""
 
 
 def open_task(settings: Settings) -> Task:

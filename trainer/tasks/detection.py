@@ -21,7 +21,7 @@ from trainer.distributed.comm import LoaderShare
 from trainer.errors import TrainerError
 from trainer.losses.criterion import Criterion
 from trainer.metrics import BoxMAP, BoxScores
-from trainer.tasks import Task
+from trainer.tasks import Evaluation, Task
 from trainer.weights import checkpoint_file
 
 DEFAULT_CFG = "yolov5n.yaml"
@@ -138,9 +138,13 @@ class Detection(Task):
         """Return the loss of the detector."""
         return self._parts.criterion
 
-    def prepare_targets(self, loader: TrainLoader, model: Any, *, pads: bool) -> None:
+    def prepare_targets(self, loader: TrainLoader, val_loader: ValLoader, model: Any, *, pads: bool) -> None:
         """Let the workers make the targets of the detector's loss."""
-        loader.assign_with(self._parts.criterion.assigner(model), pads=pads)
+        criterion = self._parts.criterion
+        assign = criterion.assigner(model)
+        loader.assign_with(assign, pads=pads)
+        if criterion.validates:
+            val_loader.assign_with(assign)
 
     def train_loader(self, share: LoaderShare, device: torch.device) -> TrainLoader:
         """Return the loader of augmented batches."""
@@ -164,16 +168,22 @@ class Detection(Task):
         return BoxMAP(self.names)
 
     def evaluate(
-        self, model: nn.Module, batches: Iterable[ValBatch], device: torch.device, dtype: torch.dtype
-    ) -> tuple[BoxMAP, list[Any]]:
-        """Return this rank's metric over its batches, and its first images with their predictions."""
+        self,
+        model: nn.Module,
+        batches: Iterable[ValBatch],
+        device: torch.device,
+        dtype: torch.dtype,
+        criterion: Criterion | None = None,
+    ) -> Evaluation:
+        """Evaluate on this rank's batches; the images to show are its first ones."""
         metric = self.metric()
         shown = list[Sample]()
-        for image_id, found in detect(Detector(model, self._parts, device, dtype, Limits()), batches):
+        detector = Detector(model, self._parts, device, dtype, Limits())
+        for image_id, found in detect(detector, batches):
             count(metric, self.val_set, image_id, found)
             if len(shown) < SHOWN:
                 shown.append(sample_of(self.val_set, image_id, found))
-        return metric, shown
+        return Evaluation(metric, shown, detector.losses)
 
 
 def other_anchors(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
@@ -190,7 +200,8 @@ def detect(detector: Detector, batches: Iterable[ValBatch]) -> Iterator[tuple[in
     """Yield each image's number with its detections, in pixels of the original image."""
     for batch in batches:
         pads = batch.pads.tolist()
-        for i, (image_id, found) in enumerate(zip(batch.ids.tolist(), detector(batch.images), strict=True)):
+        detections = detector(batch.images, batch.targets)
+        for i, (image_id, found) in enumerate(zip(batch.ids.tolist(), detections, strict=True)):
             height, width = batch.shapes[i]
             boxes = to_original(found.boxes, pads[i], height, width)
             yield image_id, dataclasses.replace(found, boxes=boxes)

@@ -27,11 +27,10 @@ from trainer.data.loading.torchvision_loaders import (
 )
 from trainer.distributed.comm import LoaderShare
 from trainer.errors import TrainerError
-from trainer.losses.criterion import Criterion
+from trainer.losses.criterion import Criterion, LossSums
 from trainer.losses.cross_entropy import ClassificationLoss, SegmentationLoss
 from trainer.metrics.confusion import Accuracy, Confusion, Overlap, TopK
-from trainer.metrics.scores import Metric
-from trainer.models.precision import as_input
+from trainer.models.precision import as_input, size_of
 from trainer.models.torchvision_nets import (
     OWN_WEIGHTS,
     Classifier,
@@ -40,7 +39,7 @@ from trainer.models.torchvision_nets import (
     build_segmenter,
     own_weights,
 )
-from trainer.tasks import Task
+from trainer.tasks import Evaluation, Task
 from trainer.weights import checkpoint_file
 
 # Settings of detection only.
@@ -118,18 +117,28 @@ class TorchvisionTask(Task):
         return EvalLoader(self.collate_type(self.val_set, side), specs, share["workers"], share["local_size"])
 
     def evaluate(
-        self, model: Classifier, batches: Iterable[Any], device: torch.device, dtype: torch.dtype
-    ) -> tuple[Metric, list[Any]]:
-        """Return this rank's metric over its batches, and some images with their predictions."""
+        self,
+        model: Classifier,
+        batches: Iterable[Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        criterion: Criterion | None = None,
+    ) -> Evaluation:
+        """Evaluate on this rank's batches."""
         metric = self.metric()
         shown = list[Any]()
+        losses = LossSums()
         model.eval()
         with torch.inference_mode():
             for batch in batches:
                 with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                    logits = model(as_input(batch.images.to(device, non_blocking=True)))
+                    inputs = as_input(batch.images.to(device, non_blocking=True))
+                    logits = model(inputs)
                 self.count(batch, logits, metric, shown)
-        return metric, shown
+                if criterion:
+                    targets = {name: values.to(device) for name, values in batch.targets.items()}
+                    losses.add(*criterion(logits, targets, size_of(inputs)))
+        return Evaluation(metric, shown, losses)
 
     @abstractmethod
     def count(self, batch: Any, logits: Tensor, metric: Any, shown: list[Any]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trainer.config import Hyp
@@ -76,6 +77,7 @@ class ValBatch(BatchData):
     ids: torch.Tensor  # int64 (b,)
     shapes: list[tuple[int, int]]  # (height, width) of the original images
     pads: torch.Tensor  # float32 (b, 3): scale, pad_x, pad_y
+    targets: dict[str, torch.Tensor]  # see `Targets`; empty until `ValLoader.assign_with`
 
 
 def check_imgsz(imgsz: int, stride: int) -> None:
@@ -167,6 +169,8 @@ def _has_polygons(dataset: Dataset) -> bool:
 
 
 class _ValCollate(Collate[ValBatch]):
+    assign: Assign | None = None
+
     def __init__(self, dataset: Dataset, imgsz: int) -> None:
         super().__init__(dataset)
         self.imgsz = imgsz
@@ -179,7 +183,26 @@ class _ValCollate(Collate[ValBatch]):
             image = self.dataset.image(index)
             shapes.append((image.shape[0], image.shape[1]))
             pads[k] = letterbox(image, self.imgsz, images[k].numpy())
-        return ValBatch(images, torch.tensor(spec.ids), shapes, torch.from_numpy(pads))
+        targets = self._targets(spec, shapes, pads) if self.assign else {}
+        return ValBatch(images, torch.tensor(spec.ids), shapes, torch.from_numpy(pads), targets)
+
+    def _targets(
+        self, spec: BatchSpec, shapes: Sequence[tuple[int, int]], pads: npt.NDArray[np.float32]
+    ) -> dict[str, torch.Tensor]:
+        """Return what the loss needs of the labels, which move with the letterboxed images."""
+        assert self.assign
+        canvas = np.array([spec.shape[1], spec.shape[0]])
+        rows = [np.empty((0, 6), np.float32)]
+        for k, index in enumerate(spec.ids.tolist()):
+            labels = self.dataset.labels(index)
+            scale, *pad = pads[k].tolist()
+            height, width = shapes[k]
+            side = np.array([width, height]) * scale
+            owner = np.full(len(labels), k)
+            centre = (labels[:, 1:3] * side + pad) / canvas
+            size = labels[:, 3:] * side / canvas
+            rows.append(np.column_stack([owner, labels[:, 0], centre, size]).astype(np.float32))
+        return self.assign(np.concatenate(rows), len(spec.ids), *spec.shape)
 
 
 class TrainLoader(EpochLoader[Batch]):
@@ -384,3 +407,7 @@ class ValLoader(EvalLoader[ValBatch]):
             for begin in range(0, len(group), batch):
                 specs.append(BatchSpec(group[begin : begin + batch], shape))
         super().__init__(_ValCollate(dataset, imgsz), specs[rank::world], workers, local_size)
+
+    def assign_with(self, assign: Assign) -> None:
+        """Let the workers make the loss's targets, before the first pass."""
+        self._collate.assign = assign
