@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from trainer.config import Hyp
 from trainer.data.loading.detection_loader import Capacity
 from trainer.errors import TrainerError
-from trainer.losses.criterion import mean_terms
 from trainer.losses.aligned import ONE_TO_MANY, ONE_TO_ONE, AlignedLoss, candidates
 from trainer.losses.anchored import DetectionLoss, assign_level, ciou
+from trainer.losses.criterion import mean_terms
 from trainer.models.yolo import Yolo, build_yolo, load_cfg
 
 SIDE = 64
