@@ -10,7 +10,7 @@ from dataclasses import replace
 from cluster.agent import scripts
 from cluster.backends import poll_script, preflight, processes, script
 from cluster.backends.base import Backend
-from cluster.backends.monitor import NodeMonitor
+from cluster.backends.node_monitor import NodeMonitor
 from cluster.backends.script import attempt_dir
 from cluster.errors import ClusterError, LaunchError, PortTakenError, UnreachableError, UsageError
 from cluster.runtimes import RUNTIMES

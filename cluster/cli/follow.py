@@ -177,7 +177,7 @@ def finish(attempt: AttemptMonitor, refusal: str, records: JobStore, out: Consol
     cause = report.cause(view, verdict)
     if verdict == "late":
         joined = f"{view.ready_count} of {len(view.nodes)} nodes joined"
-        print_line(out, f"{plan.job_id}: {joined} in {plan.job.timeout_s:g} s", style=_ERROR)
+        print_line(out, f"{plan.job_id}: {joined} in {plan.job.rendezvous_timeout_s:g} s", style=_ERROR)
         cause = f"missing: {cause}"
     print_line(out, cause, style=_ERROR)
     if refusal and not (plan.attempt == 1 and refusal == restarts.NO_RESTARTS):

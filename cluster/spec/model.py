@@ -176,7 +176,7 @@ class Job(UnchangedOptions):
         for option, value, least in (
             ("--nodes", self.nodes, 1),
             ("--gpus", min(self.procs, default=1), 1),
-            ("--rendezvous-timeout", self.timeout_s, 0.1),
+            ("--rendezvous-timeout", self.rendezvous_timeout_s, 0.1),
             ("--stall-timeout", self.stall_timeout_s, 0),
             ("--max-restarts", self.max_restarts, 0),
             ("--grace", self.grace_s, 0),

@@ -111,7 +111,7 @@ class UnchangedOptions:
             rich_help_panel=_PROGRAM,
         ),
     ] = ""
-    timeout_s: Annotated[
+    rendezvous_timeout_s: Annotated[
         float,
         typer.Option(
             "--rendezvous-timeout",

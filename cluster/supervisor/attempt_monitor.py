@@ -97,7 +97,9 @@ def follow(
                 raise
             lines = []
         job = record.job
-        verdict = job_state.judge(attempt.view, now, plan.job.timeout_s, job.stall_timeout_s, job.grace_s)
+        verdict = job_state.judge(
+            attempt.view, now, plan.job.rendezvous_timeout_s, job.stall_timeout_s, job.grace_s
+        )
         attempt.verdict = verdict
         if records is not None and not unreachable:
             job_status.remember(record, records, job_status.state(record, attempt.view, now), attempt.view)

@@ -185,11 +185,15 @@ def fold(
 
 
 def judge(
-    view: JobView, now: float, timeout_s: float, stall_timeout_s: float = 0.0, grace_s: float = math.inf
+    view: JobView,
+    now: float,
+    rendezvous_timeout_s: float,
+    stall_timeout_s: float = 0.0,
+    grace_s: float = math.inf,
 ) -> Verdict:
     """Return the job's verdict.
 
-    `late`: the rendezvous has lasted longer than `timeout_s`, not counting time in a queue.
+    `late`: the rendezvous has lasted longer than `rendezvous_timeout_s`, not counting time in a queue.
     `stalled`: the job has made steps, but none for `stall_timeout_s` (0: never), or the agents of all nodes that still
     run report a stall. `done`: all nodes have exited with 0, or those that have not are overdue, see `overdue`.
     """
@@ -208,7 +212,7 @@ def judge(
             return "stalled"
         idle_s = now - view.progress_at if view.progress_at is not None else 0.0
         return "stalled" if stall_timeout_s and idle_s > stall_timeout_s else "joined"
-    return "late" if now - view.timeout_from > timeout_s else "waiting"
+    return "late" if now - view.timeout_from > rendezvous_timeout_s else "waiting"
 
 
 def is_queued(view: JobView) -> bool:

@@ -100,7 +100,7 @@ def remember(record: JobRecord, records: JobStore, state: str, view: JobView) ->
 
 def state(record: JobRecord, view: JobView, now: float) -> str:
     """Return the state of a job whose nodes have been polled: only what was seen, not what may be."""
-    verdict = job_state.judge(view, now, record.plan.job.timeout_s)
+    verdict = job_state.judge(view, now, record.plan.job.rendezvous_timeout_s)
     if record.outcome or verdict in ("done", "failed"):
         return record.outcome or verdict
     if any(node.status.silent for node in view.nodes):

@@ -16,7 +16,7 @@ import yaml
 
 import cluster
 from cluster.backends import BACKENDS
-from cluster.backends.monitor import LOST_AFTER_S
+from cluster.backends.node_monitor import LOST_AFTER_S
 from cluster.store import JobStore
 from tests.conftest import ended, processes_of, wait_until
 from tests.contract.sshd import TICKS, inventory

@@ -86,7 +86,7 @@ def test_what_is_not_taken_over_is_said(to: str) -> None:
         "run_root": "out",
         "stall_timeout_s": 9.0,
     }
-    left_out |= {"run_options": ["--memory=3g"], "grace": "90s", "timeout_s": 9.0}
+    left_out |= {"run_options": ["--memory=3g"], "grace": "90s", "rendezvous_timeout_s": 9.0}
     said = task(to, nodes="2:4", **left_out)[1]
     for option in (
         "--spares",

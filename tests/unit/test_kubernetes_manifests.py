@@ -238,7 +238,11 @@ def test_the_agent_is_the_archive_in_the_config_map():
 
 @pytest.mark.parametrize("runs", [{}, {"claim": "shared"}, {"host_path": "/mnt/runs"}])
 def test_the_variables_are_the_contracts_and_the_jobs(runs):
-    made = job({"runs": runs}, env={"LR": "1e-3", "CLUSTER_RUN_DIR": "/x", "PET_NNODES": "9"}, timeout_s=77)
+    made = job(
+        {"runs": runs},
+        env={"LR": "1e-3", "CLUSTER_RUN_DIR": "/x", "PET_NNODES": "9"},
+        rendezvous_timeout_s=77,
+    )
     for rank in (0, 1):
         found = variables(made, rank)
         assert (

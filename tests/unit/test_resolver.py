@@ -282,7 +282,7 @@ def test_automatic_ports_depend_on_the_name_and_are_outside_the_ephemeral_range(
         ({"command": "x 'y"}, "--command"),
         ({"command": " "}, "empty"),
         ({"command": "x", "arguments": ("train",)}, "used together"),
-        ({"timeout_s": 0.0}, "--rendezvous-timeout"),
+        ({"rendezvous_timeout_s": 0.0}, "--rendezvous-timeout"),
     ],
 )
 def test_an_invalid_option_is_named(request_, message):

@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from cluster.agent import scripts
-from cluster.backends import monitor, poll_script, preflight, script
+from cluster.backends import node_monitor, poll_script, preflight, script
 from cluster.backends.awake_clock import AwakeClock
 from cluster.backends.base import Backend, FoundJob, found_on
 from cluster.backends.batch import login_check, queued
 from cluster.backends.batch.queued import QueuedJob
-from cluster.backends.monitor import NodeMonitor
+from cluster.backends.node_monitor import NodeMonitor
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.spec.model import Inventory, Job, Machine, Plan, Step, nodes_of, this_machine
 from cluster.spec.node_status import NodeStatus, NodeStatuses
@@ -331,7 +331,7 @@ class BatchBackend(Backend):
             try:
                 made.append(self._statuses(plan, self._answer(polled)))
             except Exception as error:  # one job hides no other
-                made.append(monitor.in_words(error))
+                made.append(node_monitor.in_words(error))
         return made
 
     def _answer(self, polled: poll_script.Answer) -> Answer:

@@ -50,7 +50,7 @@ from cluster.backends.kubernetes.manifests import (
     USER_LABEL,
 )
 from cluster.backends.kubernetes.retries import Retries, is_half_started
-from cluster.backends.monitor import NodeMonitor, in_words
+from cluster.backends.node_monitor import NodeMonitor, in_words
 from cluster.errors import ClusterError, LaunchError, NameTakenError, UnreachableError, UsageError
 from cluster.spec.model import WORKDIR, Device, Inventory, Job, JobRecord, Machine, Node, Plan
 from cluster.spec.node_status import NodeStatus, NodeStatuses

@@ -387,7 +387,7 @@ def _environment(job: Job, options: Options, rank: int, *, attempt: int, port: i
             job, "kubernetes", attempt, f"{RUNS}/{job.name}", (master(job, attempt), port)
         ),
         contract.NODES_ON_HOST: "1",
-        contract.RENDEZVOUS_TIMEOUT: f"{job.timeout_s:g}",
+        contract.RENDEZVOUS_TIMEOUT: f"{job.rendezvous_timeout_s:g}",
         contract.HOLD: str(_HOLD_S[not options.runs.is_persistent]),
         **script.gpu_environment(job, gpus),
     }

@@ -19,7 +19,7 @@ from cluster.backends import log_files
 from cluster.backends.awake_clock import AwakeClock
 from cluster.backends.kubernetes import manifests, waiting
 from cluster.backends.kubernetes.kubectl import ContainerEndedError, Kubectl, NotFoundError
-from cluster.backends.monitor import HEARTBEAT_TIMEOUT_S, LOST_AFTER_S
+from cluster.backends.node_monitor import HEARTBEAT_TIMEOUT_S, LOST_AFTER_S
 from cluster.errors import ClusterError
 from cluster.spec import node_status
 from cluster.spec.model import Plan

@@ -35,7 +35,7 @@ from .settings import (
     rank_variables,
 )
 from .setup import Setup
-from .stall import StallWatch
+from .stall import StallDetector
 from .usage import Usage, count_memory_kills
 
 #: Time for the other ranks to exit after a failure. After a request to stop it is `Settings.grace_s`.
@@ -98,7 +98,7 @@ class Agent:
         threading.Thread(target=watch_master, args=watching, daemon=True).start()
         self._status.write(phase="running")
         usage = Usage(self._ranks, self._ended)
-        stall = StallWatch(self._settings, self._log, self._status, self._ranks)
+        stall = StallDetector(self._settings, self._log, self._status, self._ranks)
         while any(rank.code is None for rank in self._ranks):
             received = signal.sigtimedwait(SIGNALS, stall.wait_s)
             if received is not None and received.si_signo in SIGNALS:  # after SIGCONT the number is not set

@@ -31,7 +31,7 @@ SAMPLES = 3
 SAMPLE_S = 0.1
 
 
-class StallWatch:
+class StallDetector:
     """Finds out that the ranks of the node make no progress, and where they wait."""
 
     def __init__(self, settings: Settings, log: Log, status: Status, ranks: list[Rank]) -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.backends import BACKENDS, monitor
-from cluster.backends.monitor import NodeMonitor, _MachinePoll
+from cluster.backends import BACKENDS, node_monitor
+from cluster.backends.node_monitor import NodeMonitor, _MachinePoll
 from cluster.errors import UnreachableError
 from cluster.spec.model import Job, Machine
 from cluster.spec.node_status import NodeStatus
@@ -85,13 +85,13 @@ def full(plan, node):
     ],
 )
 def test_without_any_answer_the_state_of_the_job_is_unknown(poll, message, monkeypatch):
-    monkeypatch.setattr(monitor, "LOST_AFTER_S", 0.5)
-    monkeypatch.setattr(monitor, "reach", lambda node: NoPing())
-    node_monitor = NodeMonitor(poll)
+    monkeypatch.setattr(node_monitor, "LOST_AFTER_S", 0.5)
+    monkeypatch.setattr(node_monitor, "reach", lambda node: NoPing())
+    monitor = NodeMonitor(poll)
 
     def poll_three_times():
         for _ in range(3):
-            assert {status.phase for status in node_monitor.statuses(PLAN)} == {"starting"}
+            assert {status.phase for status in monitor.statuses(PLAN)} == {"starting"}
             time.sleep(0.3)
 
     with pytest.raises(UnreachableError, match=message):
@@ -99,7 +99,7 @@ def test_without_any_answer_the_state_of_the_job_is_unknown(poll, message, monke
 
 
 def test_a_machine_with_a_slow_first_poll_is_not_lost_while_it_answers_pings(monkeypatch):
-    monkeypatch.setattr(monitor, "LOST_AFTER_S", 2.5)
+    monkeypatch.setattr(node_monitor, "LOST_AFTER_S", 2.5)
     end = threading.Event()
 
     def slow(plan, node):
@@ -107,15 +107,15 @@ def test_a_machine_with_a_slow_first_poll_is_not_lost_while_it_answers_pings(mon
             end.wait(10)
         return {node.name: NodeStatus(node.name, "joining")}
 
-    monkeypatch.setattr(monitor, "reach", lambda node: SlowPing())
-    node_monitor = NodeMonitor(slow)
-    assert [status.phase for status in node_monitor.statuses(PLAN)] == ["joining", "starting"]
+    monkeypatch.setattr(node_monitor, "reach", lambda node: SlowPing())
+    monitor = NodeMonitor(slow)
+    assert [status.phase for status in monitor.statuses(PLAN)] == ["joining", "starting"]
     end.set()
 
 
 def test_a_machine_whose_first_poll_is_slow_is_neither_lost_nor_late(monkeypatch):
     """No ping is answered during the login."""
-    monkeypatch.setattr(monitor, "LOST_AFTER_S", 0.5)
+    monkeypatch.setattr(node_monitor, "LOST_AFTER_S", 0.5)
     end = threading.Event()
 
     def slow(plan, node):
@@ -123,32 +123,32 @@ def test_a_machine_whose_first_poll_is_slow_is_neither_lost_nor_late(monkeypatch
             end.wait(10)
         return {node.name: NodeStatus(node.name, "starting")}
 
-    monkeypatch.setattr(monitor, "reach", lambda node: NoPing())
-    node_monitor = NodeMonitor(slow)
+    monkeypatch.setattr(node_monitor, "reach", lambda node: NoPing())
+    monitor = NodeMonitor(slow)
     hours_ago = time.time() - 7200  # `attach`
     view = job_state.start(PLAN, hours_ago)
     began = time.monotonic()
     while time.monotonic() - began < 1.5:
-        view = job_state.fold(view, node_monitor.statuses(PLAN), [], time.time())
+        view = job_state.fold(view, monitor.statuses(PLAN), [], time.time())
         assert [node.phase for node in view.nodes] == ["starting", "starting"]
         assert job_state.judge(view, time.time(), 300) == "waiting"
     end.set()
-    assert wait_until(lambda: all(not status.silent for status in node_monitor.statuses(PLAN)))
+    assert wait_until(lambda: all(not status.silent for status in monitor.statuses(PLAN)))
 
 
 def test_a_silent_machine_is_lost_when_another_one_answered(monkeypatch):
-    monkeypatch.setattr(monitor, "LOST_AFTER_S", 0.5)
+    monkeypatch.setattr(node_monitor, "LOST_AFTER_S", 0.5)
 
     def half(plan, node):
         if node.name == "b":
             raise UnreachableError("b: no route to host")
         return {"a": NodeStatus("a", "starting")}
 
-    monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
-    node_monitor = NodeMonitor(half)
-    node_monitor.statuses(PLAN)
+    monkeypatch.setattr(node_monitor, "reach", lambda node: LocalShell())
+    monitor = NodeMonitor(half)
+    monitor.statuses(PLAN)
     time.sleep(0.6)
-    assert [status.phase for status in node_monitor.statuses(PLAN)] == ["starting", "lost"]
+    assert [status.phase for status in monitor.statuses(PLAN)] == ["starting", "lost"]
 
 
 class Watched:
@@ -170,8 +170,8 @@ class Watched:
     "step_s", [-3600.0, 0.0, 3600.0], ids=["clock set back", "clock kept", "clock set on"]
 )
 def test_an_agent_without_a_new_heartbeat_is_lost_although_its_script_runs(tmp_path, monkeypatch, step_s):
-    monkeypatch.setattr(monitor, "HEARTBEAT_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
+    monkeypatch.setattr(node_monitor, "HEARTBEAT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(node_monitor, "reach", lambda node: LocalShell())
     with running(tmp_path, phase="running", heartbeat=time.time() + step_s) as script:
         watched = Watched(tmp_path)
         assert watched.status().phase == "starting"
@@ -184,8 +184,8 @@ def test_an_agent_without_a_new_heartbeat_is_lost_although_its_script_runs(tmp_p
     "step_s", [-3600.0, 3600.0], ids=["set back", "set on, or the machine was suspended"]
 )
 def test_an_agent_whose_clock_is_set_is_not_lost(tmp_path, monkeypatch, step_s):
-    monkeypatch.setattr(monitor, "HEARTBEAT_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
+    monkeypatch.setattr(node_monitor, "HEARTBEAT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(node_monitor, "reach", lambda node: LocalShell())
     began = time.monotonic()
     with running(tmp_path, phase="running", heartbeat=time.time()) as script:
         watched = Watched(tmp_path)
@@ -199,8 +199,8 @@ def test_an_agent_whose_clock_is_set_is_not_lost(tmp_path, monkeypatch, step_s):
 
 
 def test_a_later_job_of_the_same_name_has_none_of_the_statuses_of_an_earlier(monkeypatch):
-    monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
-    monkeypatch.setattr(monitor, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(node_monitor, "reach", lambda node: LocalShell())
+    monkeypatch.setattr(node_monitor, "TIMEOUT_S", 0.1)
     ready = {node.name: NodeStatus(node.name, "ready") for node in PLAN.nodes}
     answers = [ready]
     release = threading.Event()
@@ -211,10 +211,10 @@ def test_a_later_job_of_the_same_name_has_none_of_the_statuses_of_an_earlier(mon
         release.wait(20)
         return {}
 
-    node_monitor = NodeMonitor(poll)
+    monitor = NodeMonitor(poll)
     for observe in (
-        lambda plan: node_monitor.statuses(plan),
-        lambda plan: node_monitor.statuses_of([plan])[0],
+        lambda plan: monitor.statuses(plan),
+        lambda plan: monitor.statuses_of([plan])[0],
     ):
         answers[:] = [ready]
         assert wait_until(lambda observe=observe: {status.phase for status in observe(PLAN)} == {"ready"})
@@ -225,13 +225,13 @@ def test_a_later_job_of_the_same_name_has_none_of_the_statuses_of_an_earlier(mon
 
 
 def test_machines_of_200_jobs_are_forgotten_when_they_are_not_polled(monkeypatch):
-    monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
+    monkeypatch.setattr(node_monitor, "reach", lambda node: LocalShell())
 
     def count_after(forget_after_s):
-        monkeypatch.setattr(monitor, "_FORGET_AFTER_S", forget_after_s)
-        node_monitor = NodeMonitor(lambda plan, node: {node.name: NodeStatus(node.name, "starting")})
+        monkeypatch.setattr(node_monitor, "_FORGET_AFTER_S", forget_after_s)
+        monitor = NodeMonitor(lambda plan, node: {node.name: NodeStatus(node.name, "starting")})
         for number in range(200):
-            node_monitor.statuses(replace(PLAN, job=replace(PLAN.job, name=f"job-{number}")))
-        return len(node_monitor._polls)
+            monitor.statuses(replace(PLAN, job=replace(PLAN.job, name=f"job-{number}")))
+        return len(monitor._polls)
 
     assert [count_after(600.0), count_after(0.0)] == [400, 2]
