@@ -22,7 +22,12 @@ from cluster.spec.model import Device
 from cluster.spec.request import argument, option
 
 if TYPE_CHECKING:
-    from cluster.transport.discovery import Found
+    from collections.abc import Mapping, Sequence
+
+    from rich.table import Table
+
+    from cluster.spec.model import Inventory
+    from cluster.transport.discovery import InspectedMachine
 
 _DEVICES = ("auto", "cuda", "cpu", "any")
 NO_GPU = (
@@ -94,9 +99,6 @@ def init(
     if schema_only:
         print(json.dumps(schema.json_schema(schema.file_type(BACKENDS)), indent=1))
         return
-    from rich.table import Column, Table
-
-    from cluster.cli.display import PLAIN
     from cluster.transport import discovery
 
     if backend and (hosts or hostfile):
@@ -112,15 +114,10 @@ def init(
         given = discovery.load(BACKENDS, hosts=",".join(hosts), hostfile=hostfile, ssh_config=ssh_config)
     if given is None:
         raise UsageError("init: no machines given", "for example: clusterctl init gpu-a ann@gpu-b:2222")
-    for name, value, values in (
-        ("--device", device, _DEVICES),
-        ("--runtime", runtime, ("auto", *ENGINES, BARE.name)),
-    ):
-        if value not in values:
-            raise UsageError(f"{name} {value}: unknown", f"use one of: {', '.join(values)}")
-    for name, folder in (("--run-dir", run_dir), ("--data-dir", data_dir)):
-        if not folder.startswith(("/", "~/")) or "\0" in folder:
-            raise UsageError(f"{name} {folder!r}: not an absolute path", f"for example: {name} /data/runs")
+    _check_choice("--device", device, _DEVICES)
+    _check_choice("--runtime", runtime, ("auto", *ENGINES, BARE.name))
+    _check_folder("--run-dir", run_dir)
+    _check_folder("--data-dir", data_dir)
     _writable(path, output, force=force)
     options = {"run_dir": os.path.normpath(run_dir), "data_dir": os.path.normpath(data_dir)}
     options["runtime"] = "" if runtime == "auto" else runtime
@@ -132,39 +129,61 @@ def init(
     with console(stderr=True).status(f"inspecting {len(wanted.machines)} machines"):
         inspected = discovery.inspect(wanted)
     chosen = cast(Device, discovery.device(inspected, device))
-    machines = tuple(
-        replace(host.machine, gpus=()) if chosen == "cpu" else host.machine for host in inspected.values()
-    )
     command = shlex.join(["clusterctl", "init", *hosts, *(["--hostfile", hostfile] if hostfile else [])])
-    notes = {
-        name: [f"{host.hostname}: {_gpus(host)}, {host.engine}, {host.free_gb:.0f} GB free", *host.notes]
-        for name, host in inspected.items()
-    }
-    head = [f"Found by: {command}"]
-    head.append("All keys: docs/reference/configuration.md. To check the machines: clusterctl doctor")
-    if chosen == "cpu":
-        head.append("No node has a GPU that jobs may use, so they run CPU processes.")
-    _write(path, schema.write(replace(wanted, device=chosen, machines=machines), notes, head))
+    _write(path, _document(replace(wanted, device=chosen), inspected, command))
     if as_json:
-        print(
-            json.dumps(
-                {"file": output, "device": chosen, "nodes": [asdict(host) for host in inspected.values()]}
-            )
-        )
+        nodes = [asdict(host) for host in inspected.values()]
+        print(json.dumps({"file": output, "device": chosen, "nodes": nodes}))
         return
-    titles = ("node", "address", "GPUs", "runtime", "free", "run directory")
-    table = Table(*(Column(title, overflow="fold") for title in titles), **PLAIN)
-    for name, host in inspected.items():
-        address = f"{host.machine.address} ({host.network})" if host.network else host.machine.address
-        table.add_row(name, address, _gpus(host), host.engine, f"{host.free_gb:.0f} GB", host.machine.run_dir)
     out = console()
-    out.print(table)
+    out.print(_table(inspected))
     if chosen == "cpu" and device == "auto":
         print_line(out, NO_GPU, style="bold yellow")
     for name, host in inspected.items():
         for note in host.notes:
             print_line(out, f"{name}: {note}", style="yellow")
     print_line(out, f"wrote {output}; next: clusterctl doctor")
+
+
+def _check_choice(name: str, value: str, values: Sequence[str]) -> None:
+    if value not in values:
+        raise UsageError(f"{name} {value}: unknown", f"use one of: {', '.join(values)}")
+
+
+def _check_folder(name: str, folder: str) -> None:
+    if not folder.startswith(("/", "~/")) or "\0" in folder:
+        raise UsageError(f"{name} {folder!r}: not an absolute path", f"for example: {name} /data/runs")
+
+
+def _document(inventory: Inventory, inspected: Mapping[str, InspectedMachine], command: str) -> str:
+    """Return the text of cluster.yaml: the machines as they were found by `command`, with comments."""
+    from cluster.spec import schema
+
+    head = [f"Found by: {command}"]
+    head.append("All keys: docs/reference/configuration.md. To check the machines: clusterctl doctor")
+    machines = tuple(host.machine for host in inspected.values())
+    if inventory.device == "cpu":
+        head.append("No node has a GPU that jobs may use, so they run CPU processes.")
+        machines = tuple(replace(machine, gpus=()) for machine in machines)
+    notes = {
+        name: [f"{host.hostname}: {_gpus(host)}, {host.engine}, {host.free_gb:.0f} GB free", *host.notes]
+        for name, host in inspected.items()
+    }
+    return schema.write(replace(inventory, machines=machines), notes, head)
+
+
+def _table(inspected: Mapping[str, InspectedMachine]) -> Table:
+    """Return a table of the machines."""
+    from rich.table import Column, Table
+
+    from cluster.cli.display import PLAIN
+
+    titles = ("node", "address", "GPUs", "runtime", "free", "run directory")
+    table = Table(*(Column(title, overflow="fold") for title in titles), **PLAIN)
+    for name, host in inspected.items():
+        address = f"{host.machine.address} ({host.network})" if host.network else host.machine.address
+        table.add_row(name, address, _gpus(host), host.engine, f"{host.free_gb:.0f} GB", host.machine.run_dir)
+    return table
 
 
 def _writable(path: Path, output: str, *, force: bool) -> Path:
@@ -201,8 +220,9 @@ def _of_cluster(backend: str, path: Path, device: str, *, as_json: bool) -> None
         print_line(out, note)
 
 
-def _gpus(each: Found) -> str:
-    return ", ".join(f"{count} x {model}" for model, count in Counter(each.gpus.values()).items()) or "no GPU"
+def _gpus(host: InspectedMachine) -> str:
+    counts = Counter(host.gpus.values())
+    return ", ".join(f"{count} x {model}" for model, count in counts.items()) or "no GPU"
 
 
 def _write(path: Path, text: str) -> None:

@@ -20,7 +20,7 @@ _TIMEOUT_S = 45.0
 
 
 @dataclass
-class Found:
+class InspectedMachine:
     """Facts about a machine: the completed `machine`, and `notes` for the user.
 
     `network` is the device of the address, `gpus` are model names by id, `engine` is the runtime with its version, or
@@ -95,7 +95,7 @@ def complete(given: Inventory) -> Inventory:
     return replace(given, machines=tuple(host.machine for host in inspect(wanted).values()))
 
 
-def inspect(given: Inventory) -> dict[str, Found]:
+def inspect(given: Inventory) -> dict[str, InspectedMachine]:
     """Return the facts of every machine by node name; given values stay. Raises one ClusterError for all that fail."""
     facts = parallel.all_of(given.machines, lambda node: _inspect(node, needs_gpus=given.device == "cuda"))
     without = [name for name, host in facts.items() if not host.machine.in_container]
@@ -115,7 +115,7 @@ def inspect(given: Inventory) -> dict[str, Found]:
     return facts
 
 
-def _inspect(node: Machine, *, needs_gpus: bool) -> Found:
+def _inspect(node: Machine, *, needs_gpus: bool) -> InspectedMachine:
     folders = {"run_dir": node.run_dir or inventory.RUN_DIR, "data_dir": node.data_dir or inventory.DATA_DIR}
     engines = (word for name, runtime in ENGINES.items() for word in (name, runtime.info))
     done = reach(node).run(scripts.bash(_SCRIPT, "machine", *engines, **folders), timeout_s=_TIMEOUT_S)
@@ -138,7 +138,7 @@ def _inspect(node: Machine, *, needs_gpus: bool) -> Found:
     if reached := reach(node).note:
         notes.append(reached)
     node = replace(node, gpus=node.gpus or tuple(gpus), runtime=node.runtime or runtime)
-    return Found(
+    return InspectedMachine(
         machine=replace(node, run_dir=fields["run_dir"], data_dir=fields["data_dir"]),
         hostname=fields["hostname"],
         gpus=gpus,
@@ -182,7 +182,7 @@ def _runtime(node: Machine, fields: Mapping[str, str]) -> tuple[str, str]:
     return BARE.name, f"neither {' nor '.join(ENGINES)} is installed"
 
 
-def _addresses(hosts: Mapping[str, Found]) -> dict[str, addresses.Address]:
+def _addresses(hosts: Mapping[str, InspectedMachine]) -> dict[str, addresses.Address]:
     """Choose the addresses from every machine's routes to the addresses of the others."""
     numbers = {
         name: [address.number for address in addresses.candidates(of.addresses)] for name, of in hosts.items()
@@ -199,7 +199,7 @@ def _addresses(hosts: Mapping[str, Found]) -> dict[str, addresses.Address]:
     return addresses.choose({name: host.addresses for name, host in hosts.items()}, known, logins)
 
 
-def device(hosts: Mapping[str, Found], given: str) -> str:
+def device(hosts: Mapping[str, InspectedMachine], given: str) -> str:
     """Return `cuda` if every node has GPUs, `cpu` if none has. Raise ClusterError if only some have."""
     without = [name for name, host in hosts.items() if not host.gpus]
     if given == "cuda" and without:

@@ -12,6 +12,8 @@ from prometheus_client.registry import Collector
 from cluster.supervisor.progress import SCORES
 
 if TYPE_CHECKING:
+    from cluster.spec.status import RankUsage
+    from cluster.supervisor.job_state import JobView
     from cluster.web.live import LiveJob
 
 #: Fields of progress events, and of a rank's sample: metric, help, factor.
@@ -48,44 +50,61 @@ class _Jobs(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield all metrics."""
-        families: dict[str, GaugeMetricFamily] = {}
-
-        def gauge(name: str, text: str, value: float, **labels: object) -> None:
-            family = families.setdefault(
-                name, GaugeMetricFamily(f"clusterctl_{name}", text, labels=list(labels))
-            )
-            family.add_metric([str(label) for label in labels.values()], value)
-
-        def state(job: str, backend: str, state: str) -> None:
-            gauge("job_state", "1 for the job's state.", 1, job=job, backend=backend, state=state)
-
+        families = _Gauges()
         for name in self._unreadable:
-            state(name, "", "unreadable")
-        for live_job in self._jobs:
-            job = live_job.record.plan.job_id
-            plan = live_job.record.plan
-            state(job, plan.backend, live_job.status.state)
-            if (since := live_job.status.since) is not None:
-                gauge(
-                    "job_state_since_seconds", "Unix time since which the job has its state.", since, job=job
-                )
-            if live_job.status.last_state:
-                text = "1 for the state in which an unreachable job was seen last."
-                gauge("job_last_state", text, 1, job=job, state=live_job.status.last_state)
-            gauge("job_attempt", "Number of the attempt, from 1.", plan.attempt, job=job)
-            gauge("job_nodes", "Nodes of the job.", len(plan.nodes), job=job)
-            if live_job.record.outcome or not live_job.view or live_job.status.last_state:
-                continue
-            gauge("job_nodes_ready", "Nodes that have joined.", live_job.view.ready_count, job=job)
-            for key, (name, text) in _PROGRESS.items():
-                if live_job.view.progress and (value := getattr(live_job.view.progress, key)) is not None:
-                    gauge(f"job_{name}", text, value, job=job)
-            for key in SCORES:
-                if live_job.view.metric and (score := live_job.view.metric.score(key)) is not None:
-                    gauge("job_score", "Score of the last epoch.", score, job=job, score=key)
-            for node in live_job.view.nodes:
-                for row in node.ranks:
-                    for key, (name, text, factor) in _RANK.items():
-                        if (value := getattr(row, key)) is not None:
-                            gauge(name, text, factor * value, job=job, node=node.name, rank=row.rank)
+            families.add_state(name, "", "unreadable")
+        for job in self._jobs:
+            families.add_job(job)
         yield from families.values()
+
+
+class _Gauges(dict[str, GaugeMetricFamily]):
+    """The metrics by name, each with a value per job or rank."""
+
+    def add(self, name: str, text: str, value: float, **labels: object) -> None:
+        """Add a value of a metric; `text` describes the metric."""
+        new = GaugeMetricFamily(f"clusterctl_{name}", text, labels=list(labels))
+        self.setdefault(name, new).add_metric([str(label) for label in labels.values()], value)
+
+    def add_state(self, job: str, backend: str, state: str) -> None:
+        """Add a job's state."""
+        self.add("job_state", "1 for the job's state.", 1, job=job, backend=backend, state=state)
+
+    def add_job(self, polled: LiveJob) -> None:
+        """Add what is known of a job and, while it answers, of its progress and ranks."""
+        plan = polled.record.plan
+        status = polled.status
+        job = plan.job_id
+        self.add_state(job, plan.backend, status.state)
+        if status.since is not None:
+            self.add(
+                "job_state_since_seconds",
+                "Unix time since which the job has its state.",
+                status.since,
+                job=job,
+            )
+        if status.last_state:
+            text = "1 for the state in which an unreachable job was seen last."
+            self.add("job_last_state", text, 1, job=job, state=status.last_state)
+        self.add("job_attempt", "Number of the attempt, from 1.", plan.attempt, job=job)
+        self.add("job_nodes", "Nodes of the job.", len(plan.nodes), job=job)
+        is_answering = not polled.record.outcome and not status.last_state
+        if polled.view and is_answering:
+            self._add_view(job, polled.view)
+
+    def _add_view(self, job: str, view: JobView) -> None:
+        self.add("job_nodes_ready", "Nodes that have joined.", view.ready_count, job=job)
+        for key, (name, text) in _PROGRESS.items():
+            if view.progress and (value := getattr(view.progress, key)) is not None:
+                self.add(f"job_{name}", text, value, job=job)
+        for key in SCORES:
+            if view.metric and (score := view.metric.score(key)) is not None:
+                self.add("job_score", "Score of the last epoch.", score, job=job, score=key)
+        for node in view.nodes:
+            for usage in node.ranks:
+                self._add_rank(job, node.name, usage)
+
+    def _add_rank(self, job: str, node: str, usage: RankUsage) -> None:
+        for key, (name, text, factor) in _RANK.items():
+            if (value := getattr(usage, key)) is not None:
+                self.add(name, text, factor * value, job=job, node=node, rank=usage.rank)

@@ -224,7 +224,7 @@ def test_the_table_of_metrics_names_those_that_are_exported():
     named = [name for row in rows for name in re.findall(r"clusterctl_(\w+)", row)]
     source = (ROOT / "cluster/web/metrics.py").read_text()
     exported = {
-        *re.findall(r"gauge\(\s*\"(job_\w+)\"", source),
+        *re.findall(r"self\.add\(\s*\"(job_\w+)\"", source),
         *(name for name, *_ in metrics._RANK.values()),
         "job_state",
     }
