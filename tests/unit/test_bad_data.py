@@ -314,7 +314,7 @@ def test_if_no_image_is_left_their_faults_are_named(tmp_path, split, kind):
     count = 2 if kind == "missing" or split == "val" else 4
     with pytest.raises(BadData, match=f"^{count} faults: ") as caught:
         open_datasets(str(path), ["train", "val"], imgsz=64, allow_bad_labels=True)
-    assert f"no {split} image is left" in caught.value.hint
+    assert f"all {split} images are faulty" in caught.value.hint
 
 
 def test_images_in_hidden_folders_are_ignored(tmp_path):

@@ -146,7 +146,7 @@ def test_strong_points_share_one_batch() -> None:
     for batches, ranks in (([4, 4], [1]), ([0], [1]), ([4], [])):
         with pytest.raises(TrainerError, match="expected distinct numbers, 1 or more"):
             points_of(batches, ranks, ["fp32"], False, ["ddp"])
-    with pytest.raises(TrainerError, match="fewer images per step than ranks"):
+    with pytest.raises(TrainerError, match="fewer images per step than the 2 ranks"):
         points_of([1], [1, 2], ["fp32"], True, ["ddp"])
 
 

@@ -275,14 +275,11 @@ def test_workers_are_reduced_to_fit_shared_memory():
     batch = 10 << 20
     assert fit_workers(4, batch, 1, None) == (4, 3, "")
     assert fit_workers(4, batch, 1, 14 * batch) == (4, 3, "")
-    assert fit_workers(4, batch, 2, 14 * batch) == (
-        4,
-        1,
-        "",
-    )  # two ranks share it: 7 batches, 2 of them in transit
+    # Two ranks share it: 7 batches, 2 of them in transit.
+    assert fit_workers(4, batch, 2, 14 * batch) == (4, 1, "")
     workers, ahead, note = fit_workers(8, batch, 1, 64 << 20)  # Docker's default
     assert (workers, ahead) == (4, 1)
-    assert "room for 64 MiB, 8 workers on each of 1 ranks need 101 MiB: starting 4" in note
+    assert "room for 64 MiB, but 8 workers on each of 1 ranks need 101 MiB: starting 4" in note
     assert fit_workers(8, batch, 8, 64 << 20)[0] == 0
     assert fit_workers(0, batch, 1, 0) == (0, 3, "")
     loader = ValLoader(Digits("train", 64, pages=4), imgsz=64000, batch=64, rank=0, world=1, workers=4)

@@ -122,8 +122,8 @@ def test_classes_not_on_the_list_are_named_and_never_run(
     torch.save(content, "trap.pt")
     with pytest.raises(TrainerError) as error:
         checkpoint_file.load("trap.pt")
-    assert f"the file names {named}, " in error.value.message
-    assert "nothing of it was run" in error.value.message
+    assert f"the file refers to {named}, " in error.value.message
+    assert "nothing in it was run" in error.value.message
     assert [p.name for p in tmp_path.iterdir()] == ["trap.pt"]
 
 

@@ -102,7 +102,7 @@ def test_a_family_without_a_preset_trains_and_its_loss_knows_the_images_size(tmp
     assert shapes[0][0] < shapes[0][1]
     assert not torch.equal(training.model.head.weight, before)
     evaluator = training.evaluator
-    scores = evaluator(training.model, evaluator.loader, torch.device("cpu"), torch.bfloat16)
+    scores = evaluator(training.model, evaluator.loader, torch.device("cpu"), torch.bfloat16, criterion)
     # The boxes were in bf16, as no family needs to convert its outputs.
     assert scores.columns()["map50"] >= 0
 
