@@ -15,9 +15,9 @@ parser.add_argument("--ticks", type=int, default=3)
 parser.add_argument("--fail-at", type=int, default=-1, help="the last rank raises at this tick")
 arguments = parser.parse_args()
 
-device = (
-    torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-)
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 rank = dist.get_rank()
 world = dist.get_world_size()
