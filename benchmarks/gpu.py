@@ -335,12 +335,15 @@ def pieces(plan: Plan, done: Done) -> Iterator[Piece]:
         return Piece(name, partial(train_figures, settings), COMPILED_LIMIT_S)
 
     paper = json.loads(Path(__file__).with_name("on_paper.json").read_text())
-    name = f"{Path(first).stem}, batch {small}"
-    expected = paper.get(
-        name if plan.on_gpu else "yolov5n, batch 16", {}
-    )  # a rehearsal compares with another network
-    settings = plan.settings(first, small, compile=modes[0])
-    yield Piece(f"on paper: {name}", partial(paper_figures, settings, expected), COMPILED_LIMIT_S)
+
+    def on_paper(net: str, batch: int) -> Piece:
+        name = f"{Path(net).stem}, batch {batch}"
+        # A rehearsal compares with another network.
+        expected = paper.get(name if plan.on_gpu else "yolov5n, batch 16", {})
+        settings = plan.settings(net, batch, compile=modes[0])
+        return Piece(f"on paper: {name}", partial(paper_figures, settings, expected), COMPILED_LIMIT_S)
+
+    yield on_paper(first, small)
     yield step(first, small, "off")
     yield step(first, small, modes[0])
     yield step(first, large, "off")
@@ -367,6 +370,10 @@ def pieces(plan: Plan, done: Done) -> Iterator[Piece]:
                 step_name(net, "largest", "off"), partial(largest_step, plan, net, done, "off"), 2 * LIMIT_S
             )
     if plan.on_gpu:
+        compared = [(net, batch) for net in plan.nets for batch in plan.batches]
+        for net, batch in compared:
+            if (net, batch) != (first, small) and f"{Path(net).stem}, batch {batch}" in paper:
+                yield on_paper(net, batch)
         yield step(first, small, "on")
         for net in others:
             yield step(net, large, "graphs")
