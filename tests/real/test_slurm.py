@@ -284,9 +284,9 @@ FAULTS = {
     "too many GPUs": (
         ["--device", "cuda", "--gpus", "3"],
         2,
-        "its nodes have 2 GPUs, and --gpus 3 asks for more",
+        "its nodes have 2 GPUs, but --gpus is 3",
     ),
-    "too many nodes": (["--nodes", "4"], 2, "it has 3 nodes, and --nodes 4 asks for more"),
+    "too many nodes": (["--nodes", "4"], 2, "it has 3 nodes, but --nodes is 4"),
     "no SIF": (
         ["--image", "/shared/ada/none.sif"],
         2,

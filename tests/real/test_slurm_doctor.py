@@ -94,7 +94,7 @@ def test_unsatisfiable_request_fails_before_any_job(inventory):
         "one of: gpu, debug",
     )
     found = failures(replace(inventory, device="cuda"), gpus=3)
-    assert "its nodes have 2 GPUs, and --gpus 3 asks for more" in found["request", "login"].detail
+    assert "its nodes have 2 GPUs, but --gpus is 3" in found["request", "login"].detail
     found = failures(replace(inventory, settings={"partition": "debug", "time": "31"}))
     assert found["request", "login"].fix == "use at most 30 minutes"
 

@@ -505,13 +505,13 @@ OR_ALL = f"use all GPUs of each machine: --gpus all; or {ONLY}"
         (
             (2, 0, 1),
             {"gpus": "all"},
-            "n1: it has no GPUs for --gpus all",
+            "n1: --gpus all, but it has no GPUs",
             "leave it out (--only n0,n2), or start processes on CPUs: --device cpu --gpus 1",
         ),
         (
             (2, 1, 0),
             {"gpus": "all", "spares": 1},
-            "n2: it has no GPUs for --gpus all",
+            "n2: --gpus all, but it has no GPUs",
             "leave it out (--only n0,n1), or start processes on CPUs: --device cpu --gpus 1",
         ),
         (

@@ -144,4 +144,4 @@ def test_what_both_loaders_have_to_say_is_said_once(
     said = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("copy_paste has no effect here") for line in said) == 1
     # The batches of the two have not the same size.
-    assert sum(line.startswith("/dev/shm has room for 0 MiB, 3 workers") for line in said) == 2
+    assert sum(line.startswith("/dev/shm has room for 0 MiB, but 3 workers") for line in said) == 2

@@ -347,7 +347,7 @@ def test_only_a_lost_connection_to_another_rank_is_an_echo(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail() -> None:
+    def fail(**_: str) -> None:
         raise error
 
     monkeypatch.setattr("trainer.cli.app", fail)
