@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,12 @@ def test_a_stopped_training_exits_although_a_rank_has_no_validation_image(
     assert first.returncode == code, first.stderr
     assert second.returncode == (-signal.SIGKILL if number == signal.SIGKILL else code)
     wait_until(lambda: not processes_in(tmp_path), timeout_s=END_S)
+
+
+def test_the_server_of_the_tests_outlives_a_client_that_is_killed_while_it_connects(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(forkserver._forkserver._forkserver_address)  # type: ignore[attr-defined]
+    wait(start(tmp_path, [{}], program=("-c", "pass")), END_S, code=0)
 
 
 def drop_in_a_cycle(data: str) -> None:

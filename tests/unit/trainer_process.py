@@ -37,7 +37,7 @@ _PRELOAD = ["torch._dynamo", "trainer.engine.loop", "trainer.cli", "trainer.benc
 _PRELOAD += ["trainer.inference.validate", "trainer.inference.predict", "matplotlib.figure", "pytest"]
 _PRELOAD += ["matplotlib.backends.backend_agg", "trainer.bench.scaling", "trainer.bench.profile"]
 _PRELOAD += ["trainer.detectors.torchvision_nets", "trainer.detectors.dfine"]
-_PRELOAD += ["tests.unit.frozen_imports"]  # the last one
+_PRELOAD += ["tests.unit.server_setup"]  # the last one
 
 _PLOTS = "PLOTS_IN_TESTS"  # in the environment of a forked trainer and of the ranks that it starts
 TINY = str(ROOT / "tests/unit/tiny.yaml")
