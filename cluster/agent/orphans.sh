@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2154
 # Prints what jobs of the backend `backend` have on this machine: a line `user ID` with the user that asks, then a line
 # `KIND LAUNCH-ID JOB USER` for each process, and each container of the engines $@: `script` for a running node script, else
-# `process` or `container`. Things of another backend belong to a queue or a cluster, which alone knows whether they run.
-# Omits ranks started without a launcher.
+# `process` or `container`; and a line `silent ENGINE` for an engine that does not answer. Things of another backend belong
+# to a queue or a cluster, which alone knows whether they run. Omits ranks started without a launcher.
 echo "user $(id -u)"
 # Prints a line for the kind $1 with the launch ID $2, the job $3 and the user $4. A job may set any variable.
 found() {
@@ -26,7 +26,8 @@ for pid in $(having "CLUSTER_BACKEND=$backend"); do
 done
 for engine; do
     command -v "$engine" >/dev/null || continue
-    for container in $(timeout 15 "$engine" ps -aq --filter "label=CLUSTER_BACKEND=$backend" 2>/dev/null); do
+    containers=$(timeout 15 "$engine" ps -aq --filter "label=CLUSTER_BACKEND=$backend" 2>/dev/null) || echo "silent $engine"
+    for container in $containers; do
         about='{{.State.Status}} {{index .Config.Labels "com.docker.compose.project"}}'
         about+='|{{index .Config.Labels "CLUSTER_LAUNCH_ID"}}|{{index .Config.Labels "CLUSTER_JOB_ID"}}'
         about+='|{{index .Config.Labels "CLUSTER_UID"}}'

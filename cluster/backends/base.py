@@ -144,7 +144,7 @@ class Backend(Traits, abc.ABC):
         """
 
         def look(machine: Machine) -> list[FoundJob]:
-            jobs = found_on(machine, self.name, self.engines)
+            jobs = found_on(machine, self.name, self.engines, needs_engine=self.in_containers is True)
             return [replace(job, runs=job.runs or job.launch_id in supervised) for job in jobs]
 
         return parallel.each(inventory.machines, look)
@@ -188,19 +188,33 @@ class Backend(Traits, abc.ABC):
         return f"{os.getuid()}:{os.getgid()}"
 
 
-def found_on(machine: Machine, backend: str, engines: Sequence[str]) -> list[FoundJob]:
-    """Return what jobs of a backend have on a machine: processes, and containers in `engines`. Raises UnreachableError.
+def found_on(
+    machine: Machine, backend: str, engines: Sequence[str], needs_engine: bool = False
+) -> list[FoundJob]:
+    """Return what jobs of a backend have on a machine: processes, and containers in `engines`.
 
-    A job runs while the script of a node does.
+    A job runs while the script of a node does or, with `needs_engine`, if an engine says so. Raises UnreachableError,
+    also if an engine that is needed does not answer although there are processes.
     """
     done = reach(machine).run(scripts.command("orphans", *engines, backend=backend), timeout_s=60)
     who, *lines = done.out.splitlines() or [""]
     if done.code or not who.startswith("user "):
         raise UnreachableError(f"{machine.name}: {done.last_line}")
     kinds: dict[tuple[str, str, str], list[str]] = {}
+    silent = []
     for line in lines:
-        kind, launch_id, job, user = line.split(" ")
+        kind, *about = line.split(" ")
+        if kind == "silent":
+            silent += about
+            continue
+        launch_id, job, user = about
         kinds.setdefault((job, launch_id, user), []).append(kind)
+    if needs_engine and silent and kinds:
+        jobs = ", ".join(sorted({job for job, _, _ in kinds}))
+        raise UnreachableError(
+            f"{machine.name}: {silent[0]} does not answer, so it is not known whether {jobs} runs",
+            f"find out why `{silent[0]} ps` fails, then run clusterctl gc again",
+        )
     return [
         FoundJob(
             machine.name,

@@ -198,6 +198,11 @@ def test_gc_removes_this_users_launches_by_their_ids_and_leaves_the_others(clust
         )
         others[made] = backend, user
     try:
+        clusterctl.env["DOCKER_HOST"] = "unix:///nowhere/docker.sock"
+        clusterctl.expect(
+            5, "gc", "--job", "ct-gc", "--yes", has="docker does not answer, so it is not known"
+        )
+        del clusterctl.env["DOCKER_HOST"]
         clusterctl.expect(2, "gc", "--job", "ct-gc", has="nothing was removed")
         text = clusterctl.expect(0, "gc", "--job", "ct-gc", "--yes", has="this machine: removed ct-gc\n")
         assert f"(launch {launch})" in text
