@@ -66,8 +66,9 @@ def check_cp(clusterctl, job, nodes):
     clusterctl.expect(0, "cp", f"{job}:made", str(into), "--node", nodes[1])
     assert (into / "made" / "deep" / "a file").read_text().splitlines()[-1] == "100000"
     check_cp_targets(clusterctl, job, into)
-    text = clusterctl.expect(3, "cp", f"{job}:none", str(into))
-    assert text == f"error: {nodes[0]}: none: Cannot stat: No such file or directory\n"
+    for path in ("none", "none/deeper"):
+        text = clusterctl.expect(3, "cp", f"{job}:{path}", str(into))
+        assert text == f"error: {nodes[0]}: {path}: no such file or folder\n"
     assert [path.name for path in into.iterdir()] == ["made"]
     # a file that grows while it is copied
     grow = (

@@ -6,7 +6,7 @@ from dataclasses import replace
 from cluster import contract
 from cluster.agent import scripts
 from cluster.runtimes import RUNTIMES
-from cluster.spec.counts import and_list
+from cluster.spec.counts import and_list, counted
 from cluster.spec.model import CACHE, SETUP, WORKDIR, Gpu, Job, Machine, Node, Plan, Step
 from cluster.spec.mount import Mount
 
@@ -217,7 +217,7 @@ def size(job: Job) -> str:
     """Return the size of a job: `2 nodes x 2 processes`, or `2 nodes with 2 and 1 processes`."""
     if job.is_unequal:
         return f"{job.nodes} nodes with {and_list(job.procs)} processes"
-    return f"{job.nodes} nodes x {job.most_procs} processes"
+    return f"{counted(job.nodes, 'node')} x {counted(job.most_procs, 'process', 'processes')}"
 
 
 def gpu_environment(job: Job, gpus: Sequence[Gpu]) -> dict[str, str]:

@@ -13,12 +13,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from cluster.agent.app.node_agent.events import Progress
+from cluster.backends import script
 from cluster.backends.awake_clock import AwakeClock
 from cluster.cli.console import print_line, print_log_line
 from cluster.spec.model import Plan
 from cluster.spec.node_status import Phase
 from cluster.store import Seen
-from cluster.supervisor import progress, report, usage
+from cluster.supervisor import progress, usage
 from cluster.supervisor.display import Display
 from cluster.supervisor.job_state import JobView
 from cluster.supervisor.job_status import UNREACHABLE
@@ -48,7 +49,7 @@ def header(plan: Plan) -> str:
     """Format the header: `digits-7f3a   2 nodes x 2 processes   compose   image trainer:0.1`."""
     image = plan.job.image and f"image {plan.job.image}"
     attempt = f"attempt {plan.attempt}" if plan.attempt > 1 else ""
-    return "   ".join(filter(None, (plan.job_id, report.size(plan), plan.backend, image, attempt)))
+    return "   ".join(filter(None, (plan.job_id, script.size(plan.job), plan.backend, image, attempt)))
 
 
 def joined(view: JobView, plan: Plan) -> str:

@@ -13,6 +13,7 @@ from cluster.backends import BACKENDS
 from cluster.cli.console import console, print_line
 from cluster.cli.options import AsJson, NodeOptions, takes_options
 from cluster.errors import ClusterError, UsageError
+from cluster.spec.counts import counted
 from cluster.spec.request import BackendOptions, option
 from cluster.store import JobStore
 
@@ -114,6 +115,5 @@ def _print(report: Report, out: Console) -> None:
             print_line(out, f"{'':5}{'':{check_width}}  fix: {finding.fix}")
     counts = {level: sum(finding.level == level for finding in report.findings) for level in _SIGNS}
     verdict = "ready to launch" if not counts["failure"] else f"{counts['failure']} would stop a launch"
-    plural = "s" if counts["warning"] > 1 else ""
-    warnings = f", {counts['warning']} warning{plural}" if counts["warning"] else ""
-    print_line(out, f"\n{verdict}{warnings}   ({len(report.nodes)} nodes, {report.seconds:.1f} s)")
+    warnings = f", {counted(counts['warning'], 'warning')}" if counts["warning"] else ""
+    print_line(out, f"\n{verdict}{warnings}   ({counted(everywhere, 'node')}, {report.seconds:.1f} s)")

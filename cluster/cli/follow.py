@@ -17,6 +17,7 @@ from cluster.cli import streams
 from cluster.cli.console import console, print_line
 from cluster.cli.signals import exit_now, hung_up, interrupted, on_interrupt, on_signals
 from cluster.errors import ClusterError
+from cluster.spec.counts import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -145,7 +146,7 @@ def stop_jobs(
             nodes = len(record.plan.nodes)
             grace = record.job.grace_s if grace_s is None else grace_s
             how = f"up to {grace:g} s for a checkpoint (Ctrl-C stops it now)" if grace else "now"
-            where = f"on {nodes} node{'s' if nodes > 1 else ''}"
+            where = f"on {counted(nodes, 'node')}"
             print_line(out, f"stopping {record.plan.job_id} {where}: {how}")
     with ThreadPoolExecutor(_STOPS_AT_ONCE) as pool:
         list(pool.map(stop, stopping))

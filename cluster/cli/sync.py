@@ -15,6 +15,7 @@ from cluster.backends import BACKENDS
 from cluster.cli.console import console, print_line
 from cluster.cli.options import AsJson, NodeOptions, flag, takes_options
 from cluster.errors import ClusterError, UsageError
+from cluster.spec.counts import counted
 from cluster.spec.request import argument
 
 if TYPE_CHECKING:
@@ -88,8 +89,7 @@ def _line(done: Synced) -> str:
         return f"shared folder, not copied, {took}"
     if done.how == "same":
         return f"nothing to send{removed}, {took}"
-    files = "file" if done.files == 1 else "files"
-    return f"{done.files} {files}, {decimal(done.bytes)} sent{removed}, {took}"
+    return f"{counted(done.files, 'file')}, {decimal(done.bytes)} sent{removed}, {took}"
 
 
 @contextmanager

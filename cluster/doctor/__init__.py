@@ -26,6 +26,7 @@ from cluster.checks.findings import (
 from cluster.doctor import here, orphans
 from cluster.errors import ClusterError, UnreachableError, UsageError, near_or_all
 from cluster.runtimes import DOCKER
+from cluster.spec.counts import counted
 from cluster.spec.image import DEFAULT_IMAGE
 from cluster.spec.model import Inventory, Job, Machine, Queue
 from cluster.spec.port import auto_port
@@ -138,8 +139,10 @@ def _examine_launch(inventory: Inventory, image: str, nodes: int, gpus: int) -> 
         # one hint for all problems, or one for each
         each = fixes if len(fixes) == len(why) else ["; ".join(fixes)] * len(why)
         return [Finding("launch", where, "failure", *pair) for pair in zip(why, each, strict=True)]
-    with_gpus = "" if inventory.device == "cpu" else f" with {gpus} GPU{'s' if gpus > 1 else ''} each"
-    found = [Finding("launch", where, "ok", f"a job on {nodes} nodes{with_gpus} would be accepted")]
+    with_gpus = "" if inventory.device == "cpu" else f" with {counted(gpus, 'GPU')} each"
+    found = [
+        Finding("launch", where, "ok", f"a job on {counted(nodes, 'node')}{with_gpus} would be accepted")
+    ]
     return found + [Finding("launch", where, "warning", note) for note in notes]
 
 
@@ -147,7 +150,7 @@ def _examine_machines(
     inventory: Inventory, image: str, data: Sequence[str], skip: Sequence[str], say: Say
 ) -> list[Finding]:
     known = tuple(replace(node, runtime=node.runtime or DOCKER.name) for node in inventory.machines)
-    say(f"probing {len(known)} nodes")
+    say(f"probing {counted(len(known), 'node')}")
     seen, findings = _probe_all(replace(inventory, machines=known), image)
     findings += judge({name: check for name, check in CHECKS.items() if name not in skip}, seen)
     if data:

@@ -18,7 +18,7 @@ def examine(inventory: Inventory, supervised: frozenset[str], silent: Sequence[s
 def judge(found: Sequence[FoundJob] | ClusterError) -> Verdict:
     """Report what `clusterctl gc` would remove from a machine or a cluster."""
     if isinstance(found, ClusterError):
-        return Verdict("warning", f"not checked: {found.message}", "clusterctl gc")
+        return Verdict("warning", f"not checked: {found.message}", found.hint or "clusterctl gc")
     left = dict.fromkeys(job.job for job in found if job.is_orphan)
     if left:
         return Verdict("warning", f"orphans of {', '.join(left)}", "clusterctl gc")

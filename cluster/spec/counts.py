@@ -48,6 +48,11 @@ def gpus_per_node(text: str) -> Procs:
     return numbers[0] if len(numbers) == 1 else numbers
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: `1 node`, `2 nodes`, `2 processes`."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
 def and_list(numbers: Sequence[int]) -> str:
     """Format numbers: `2 and 1`, `4, 4 and 2`. Of many, only the sum and the range."""
     *first, last = map(str, numbers)

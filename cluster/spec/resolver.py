@@ -346,11 +346,12 @@ def _hosts(
     """Return the job's machines and its spares, the first ones of the inventory."""
     if len(inventory.machines) < nodes + request.spares:
         known = ", ".join(node.name for node in inventory.machines)
-        why = (
-            f"--nodes {nodes} --spares {request.spares}: {inventory.path or 'the inventory'} has only {known}"
+        asked = f"--nodes {nodes} --spares {request.spares}" if request.spares else f"--nodes {nodes}"
+        fewer = "fewer --nodes or --spares" if request.spares else "fewer --nodes"
+        raise UsageError(
+            f"{asked}: {inventory.path or 'the inventory'} has only {known}",
+            f"use {fewer}, or add machines to {inventory.path or 'the inventory'}",
         )
-        hint = "use fewer --nodes, or add machines to the inventory: clusterctl init"
-        raise UsageError(why, hint)
     hosts = inventory.machines[:nodes]
     spares = inventory.machines[nodes : nodes + request.spares]
     if device == "cpu":

@@ -73,8 +73,8 @@ def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str
     if problem is None:
         return best.name, ""
     why = problem[0].removeprefix("this machine: ")
-    how = f"the nodes are process groups here (--backend {best.name} makes this an error)"
-    return fallback.name, f"no containers: {how}: {why}"
+    how = f"the nodes are groups of processes (--backend {best.name} makes this an error)"
+    return fallback.name, f"no containers, so {how}: {why}"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from urllib.parse import quote
 from markupsafe import Markup
 
 from cluster.agent.app.node_agent.events import number
+from cluster.backends import script
 from cluster.spec.model import JobRecord, PastAttempt, Plan
 from cluster.spec.status import RankUsage
 from cluster.supervisor import notes, progress, report, usage
@@ -186,7 +187,7 @@ def sections(
     took = seconds(max(0.0, now - begin))
     facts = [
         ("command", _code(shlex.join([plan.job.python, *plan.job.command]))),
-        ("size", report.size(plan)),
+        ("size", script.size(plan.job)),
         ("backend", plan.backend),
         ("container image", plan.job.image),
         ("commit", record.commit),

@@ -8,7 +8,6 @@ from pathlib import Path, PurePath
 
 from cluster import contract
 from cluster.agent.app.node_agent.events import Scored
-from cluster.backends import script
 from cluster.backends.logs import AGENT_PREFIX
 from cluster.spec.model import Plan
 from cluster.spec.status import StalledRank
@@ -35,16 +34,6 @@ def seconds(value: float) -> str:
         return f"{value:.0f} s"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def size(plan: Plan) -> str:
-    """Format the size of a job: `2 nodes x 2 processes`, or `2 nodes with 2 and 1 processes`."""
-    nodes = len(plan.nodes)
-    processes = plan.job.most_procs
-    if plan.job.is_unequal:
-        return script.size(plan.job)
-    per_node = "1 process" if processes == 1 else f"{processes} processes"
-    return f"{nodes} {'node' if nodes == 1 else 'nodes'} x {per_node}"
 
 
 def scores(event: Scored, first: str) -> str:

@@ -43,7 +43,11 @@ child=$!
 {{ cat <&3; kill "$child"; }} > /dev/null 2>&1 &
 wait "$child"
 """
-_TAR = f'cd -- "${contract.RUN_DIR}" && cd -- "$(dirname -- "$1")" && LC_ALL=C exec tar -cf - -- "$(basename -- "$1")"'
+_TAR = f"""
+cd -- "${contract.RUN_DIR}" || exit
+[ -e "$1" ] || [ -L "$1" ] || {{ echo "error: $1: no such file or folder" >&2; exit 1; }}
+cd -- "$(dirname -- "$1")" && LC_ALL=C exec tar -cf - -- "$(basename -- "$1")"
+"""
 #: What tar says of files that a job appends to, replaces or removes meanwhile. It exits with 1 then.
 _CHANGED = ("file changed as we read it", "File removed before we read it")
 

@@ -194,7 +194,7 @@ def test_an_unreachable_engine_is_an_error_for_compose_and_a_note_for_auto(clust
     clusterctl.expect(2, "launch", "--backend", "compose", has="Docker Engine does not answer")
     assert list(clusterctl.folder.iterdir()) == []
     text = clusterctl.expect(
-        0, "plan", "--nodes", "3", "--gpus", "2", has="the nodes are process groups here"
+        0, "plan", "--nodes", "3", "--gpus", "2", has="the nodes are groups of processes"
     )
     assert text.count("# ---- node-") == 3
 

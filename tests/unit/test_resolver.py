@@ -333,6 +333,7 @@ def test_a_range_of_nodes_begins_with_the_minimum():
         ({"spares": 1}, "--spares 1: cluster.yaml has 1 machine, so none is left for a node"),
         ({"spares": 7}, "--spares 7: cluster.yaml has 1 machine, so none is left for a node"),
         ({"spares": 1, "nodes": "1"}, "--nodes 1 --spares 1: cluster.yaml has only n0"),
+        ({"nodes": "2"}, "--nodes 2: cluster.yaml has only n0"),
         ({"spares": -1}, "--spares -1: must be at least 0"),
         ({"gpus": 0}, "--gpus 0: must be at least 1"),
         ({"gpus": -1}, "--gpus -1: must be at least 1"),

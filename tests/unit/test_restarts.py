@@ -98,7 +98,7 @@ def test_the_docs_have_the_rules():
     assert rows == [
         *refusals,
         *((when, then, "requeued") for when, then in zip(requeues, (same, others), strict=True)),
-        (anything_else, same, ""),
+        (anything_else, same, "not restarted"),
     ]
 
 

@@ -266,6 +266,9 @@ def test_a_torn_checkpoint_gives_way_to_the_one_before(data: Path, tmp_path: Pat
     again = ["train", "--resume", "--project", "runs", "--ranks", "1", "--save-period", "1"]
     out = train(tmp_path, *again, code=0).stdout
     assert "resuming in epoch 1 after step 6 of 6" in out
+    once_more = train(tmp_path, *again, code=0).stdout
+    assert "nothing left to train after epoch 1/1" in once_more
+    assert "resuming" not in once_more
     kept = content(run / "last.pt")["settings"]
     assert (kept["patience"], kept["log_steps"], kept["save_period"]) == (
         7,

@@ -154,7 +154,7 @@ def test_gpus_must_be_visible_to_the_step_and_the_driver():
 
 def test_busy_nodes_are_a_warning_and_a_rejected_job_is_a_failure():
     busy = "srun: job 7 queued and waiting for resources\nsrun: error: Unable to allocate resources: "
-    why = "2 nodes are not free within 60 s: compute nodes were not checked"
+    why = "2 nodes did not become free within 60 s: compute nodes were not checked"
     assert one(text=busy + "Requested nodes are busy\n")[2:] == ("warning", why)
     refused = one(text="srun: error: Unable to allocate resources: Invalid account\n")
     assert refused[2:] == ("failure", "did not run: Unable to allocate resources: Invalid account")

@@ -18,6 +18,8 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 #: Settings of all commands. rich's panels would double the time of `--help`, and take a fifth of the width.
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+#: Characters of a first sentence, which is never cut.
+_WHOLE = 1000
 #: The base of typer's errors for unknown options, missing arguments and the like; typer does not export it.
 _UsageError: Any = typer.BadParameter.__base__
 _DEFAULT = re.compile(r"\s*(\[[^\[\]]*(default|required|x[<>])[^\[\]]*\])$")
@@ -90,9 +92,8 @@ class HelpGroup(TyperGroup):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the commands, then the program's own options."""
         commands = [(name, command) for name, command in self.commands.items() if not command.hidden]
-        width = formatter.width - 6 - max(len(name) for name, _ in commands)
         for heading, group in groupby(commands, lambda each: _heading(each[1])):
-            rows = [(name, command.get_short_help_str(width)) for name, command in group]
+            rows = [(name, command.get_short_help_str(_WHOLE)) for name, command in group]
             _section(formatter, heading or "Commands", rows, is_full=True)
         TyperCommand.format_options(self, ctx, formatter)  # type: ignore[arg-type]
 

@@ -189,8 +189,13 @@ class TrainLoop:
         self.results.history = list(content["history"])
         best_epoch = training.state.best_epoch + 1 or training.settings.epochs  # with --noval the last one
         checkpoints.share_best(self.run_dir / checkpoints.BEST, best_epoch, self.writes)
-        step = f"step {training.state.step} of {training.train_loader.steps}"
-        training.display.print(f"resuming in epoch {training.state.epoch + 1} after {step}")
+        epochs = training.settings.epochs
+        if training.state.epoch < epochs:
+            step = f"step {training.state.step} of {training.train_loader.steps}"
+            training.display.print(f"resuming in epoch {training.state.epoch + 1} after {step}")
+        else:
+            done = f"epoch {epochs}/{epochs}"
+            training.display.print(f"nothing left to train after {done}: only the end of the run is repeated")
         ranks_before = len(content["ranks"])
         _, ranks_now = training.strategy.share
         if ranks_before != ranks_now:

@@ -147,6 +147,12 @@ def finish(results: Results, training: Trainer, seconds: float) -> None:
     if not training.events.launched:  # a launcher prints this with its own paths
         titled = ((title, scores[key]) for key, title in training.task.headlines.items())
         scored = "".join(f"   {title} {score:.3f}" for title, score in titled if math.isfinite(score))
-        training.display.print(
-            f"done in {seconds // 60:.0f} min {seconds % 60:.0f} s{scored}   {results.run_dir / 'best.pt'}"
-        )
+        training.display.print(f"done in {_duration(seconds)}{scored}   {results.run_dir / 'best.pt'}")
+
+
+def _duration(seconds: float) -> str:
+    """Format a duration as the launcher does: `42 s`, `2 min 31 s`, `3 h 05 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

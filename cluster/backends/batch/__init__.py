@@ -27,6 +27,7 @@ from cluster.backends.batch import login_check, queued
 from cluster.backends.batch.queued import QueuedJob
 from cluster.backends.node_monitor import NodeMonitor
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
+from cluster.spec.counts import counted
 from cluster.spec.model import Inventory, Job, Machine, Plan, Step, nodes_of, this_machine
 from cluster.spec.node_status import NodeStatus, NodeStatuses
 from cluster.transport import parallel, reach
@@ -147,7 +148,7 @@ class BatchBackend(Backend):
             end += "_"
         command = f"`{self.programs.submit} {self.script_name}`"
         return [
-            f"# The job {job.name} on {job.nodes} nodes. {command} runs it, with agent.pyz in its folder.",
+            f"# The job {job.name} on {counted(job.nodes, 'node')}. {command} runs it, with agent.pyz in its folder.",
             scripts.exports(script.identity(job, self.name)),
             scripts.variables(
                 run=plan.dir_on(login),

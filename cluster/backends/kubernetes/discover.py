@@ -5,6 +5,7 @@ from typing import Any
 
 from cluster.backends.kubernetes.kubectl import Kubectl
 from cluster.errors import ClusterError
+from cluster.spec.counts import counted
 
 #: The resources of GPUs that device plugins provide: whole GPUs, or MIG slices.
 _GPUS = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/i915", "nvidia.com/mig-")
@@ -44,9 +45,12 @@ def _gpus(client: Kubectl) -> tuple[str, list[str]]:
             if name.startswith(_GPUS) and str(number).isdigit() and int(number):
                 counts.setdefault(name, []).append(int(number))
     if not counts:
-        return "", [f"{len(nodes)} nodes, none with a GPU that pods may use"]
+        return "", [f"{counted(len(nodes), 'node')}, none with a GPU that pods may use"]
     best = max(counts, key=lambda name: sum(counts[name]))
-    lines = [f"{sum(gpus)} x {name} on {len(gpus)} of {len(nodes)} nodes" for name, gpus in counts.items()]
+    lines = [
+        f"{sum(gpus)} x {name} on {len(gpus)} of {counted(len(nodes), 'node')}"
+        for name, gpus in counts.items()
+    ]
     return best, lines
 
 

@@ -121,7 +121,8 @@ def settings(listed: Mapping[str, Any], given: Mapping[str, str]) -> Mapping[str
         raised = first.get("ctx", {}).get("error")
         where = ".".join(map(str, first["loc"]))
         if isinstance(raised, UsageError):
-            raise UsageError(f"--set {where}: {raised.message}", raised.hint) from None
+            place = f"--set {where}: " if where else f"--set {' --set '.join(given)}: " if given else ""
+            raise UsageError(f"{place}{raised.message}", raised.hint) from None
         if first["type"] == "extra_forbidden":
             *above, wrong = first["loc"]
             hint = near_or_all(str(wrong), list(model_at(Options, above).model_fields))

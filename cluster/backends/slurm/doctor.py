@@ -24,6 +24,7 @@ from cluster.checks.findings import (
 from cluster.checks.network import device_towards, number_of
 from cluster.errors import ClusterError, UnreachableError
 from cluster.runtimes import RUNTIMES
+from cluster.spec.counts import counted
 from cluster.spec.model import Inventory, Job, Machine, Queue
 from cluster.transport import discovery, reach
 from cluster.transport.process import piped
@@ -74,7 +75,7 @@ def examine(
         findings += machine.data([login], data)
     if any(finding.level == "failure" for finding in request):
         return findings
-    say(f"probing {nodes} nodes in a Slurm job")
+    say(f"probing {counted(nodes, 'node')} in a Slurm job")
     try:
         facts, messages = _run_job(login, job)
     except ClusterError as error:
@@ -95,7 +96,7 @@ def judge_request(job: Job, has: Mapping[str, Sequence[str]]) -> list[Finding]:
         wrong = [(why.removeprefix(f"{name}: "), hint or "sinfo") for why, hint in wrong]
         return [Finding("request", name, "failure", *problem) for problem in wrong]
     gpus = f" with {job.most_procs} GPUs" if job.device == "cuda" else ""
-    return [Finding("request", name, "ok", f"the cluster has {job.nodes} nodes{gpus}")]
+    return [Finding("request", name, "ok", f"the cluster has {counted(job.nodes, 'node')}{gpus}")]
 
 
 def _run_job(login: Machine, job: Job) -> tuple[dict[int, Facts], list[str]]:
@@ -163,7 +164,7 @@ def judge_nodes(job: Job, answers: Mapping[int, Facts], messages: Sequence[str])
         why = next(
             (line for line in messages if "failed" in line or "Killed" in line), "no message from srun"
         )
-        why = f"{missing} of {job.nodes} nodes did not run the job: {why}"
+        why = f"{missing} of {counted(job.nodes, 'node')} did not run the job: {why}"
         fix = "sinfo --list-reasons; to leave it out: --set exclude=..."
         findings.append(Finding("job", login.name, "failure", why, fix))
     judged = judge(CHECKS, NodeFacts(tuple(nodes), facts_of, job.image, device=job.device))
@@ -173,7 +174,7 @@ def judge_nodes(job: Job, answers: Mapping[int, Facts], messages: Sequence[str])
 def _did_not_run(job: Job, login: Machine, messages: Sequence[str]) -> Finding:
     """Return why no node has answered."""
     if any("are busy" in line for line in messages):
-        why = f"{job.nodes} nodes are not free within {IMMEDIATE_S} s: compute nodes were not checked"
+        why = f"{counted(job.nodes, 'node')} did not become free within {IMMEDIATE_S} s: compute nodes were not checked"
         fix = "clusterctl doctor --nodes 1, or later; reasons: squeue --states running; sinfo --list-reasons"
         return Finding("job", login.name, "warning", why, fix)
     why = next(reversed(messages), "no output")

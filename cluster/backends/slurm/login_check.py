@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from cluster.backends.batch import login_check
 from cluster.backends.batch.login_check import Problem
 from cluster.backends.slurm import options
+from cluster.spec.counts import counted
 from cluster.spec.model import Job
 
 TITLE = "Slurm"
@@ -83,7 +84,7 @@ def _limits(job: Job, known: Mapping[str, Partition], where: str) -> list[Proble
             wrong.append((f"{where}: no partition {name}", f"one of: {', '.join(known)}"))
             continue
         if job.nodes > partition.nodes:
-            why = f"partition {name}: it has {partition.nodes} nodes, but --nodes is {job.nodes}"
+            why = f"partition {name}: it has {counted(partition.nodes, 'node')}, but --nodes is {job.nodes}"
             wrong.append((why, "use fewer --nodes"))
         if job.device == "cuda" and job.most_procs > partition.gpus:
             gpus = partition.gpus or "no"
