@@ -322,3 +322,15 @@ def test_images_in_hidden_folders_are_ignored(tmp_path):
     before = len(open_dataset(str(path), "train", imgsz=64))
     write_image(tmp_path / "images/train/.ipynb_checkpoints/1-checkpoint.jpg", 60, 80, seed=1)
     assert len(open_dataset(str(path), "train", imgsz=64)) == before
+
+
+def test_a_folder_instead_of_a_data_yaml_is_named(tmp_path):
+    folder = tmp_path / "animals"
+    folder.mkdir()
+    with pytest.raises(TrainerError, match="it is a folder, but a detector needs") as error:
+        open_dataset(str(folder), "train", imgsz=64)
+    assert "--task classify" in error.value.hint
+    (folder / "data.yaml").touch()
+    with pytest.raises(TrainerError, match="it is a folder") as error:
+        open_dataset(str(folder), "train", imgsz=64)
+    assert error.value.hint == f"--data {folder}/data.yaml"

@@ -161,7 +161,7 @@ def test_a_classifier_scores_all_classes(
     assert not np.array_equal(drawn, image())
     code, out, _ = run_trainer(*command)
     assert out.splitlines()[0].startswith(f"a.png: dog {found.scores[0]:.2f} (")
-    assert out.splitlines()[-1] == "1 images: 1 dog -> runs/predict2"
+    assert out.splitlines()[-1] == "1 image: 1 dog -> runs/predict2"
 
 
 def test_a_segmentation_model_gives_every_pixel_a_class(

@@ -169,7 +169,7 @@ def test_an_unreadable_source_is_reported_and_the_others_are_processed(predict, 
     assert "error: bad.jpg: not an image that can be decoded" in err
     assert "error: bad.mp4: not a video that can be decoded" in err
     assert "error: 2 of the sources failed" in err
-    assert "1 images: " in out
+    assert "1 image: " in out
     assert [p.name for p in (tmp_path / "runs" / "predict").iterdir()] == ["good.png"]
 
 

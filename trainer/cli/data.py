@@ -178,11 +178,11 @@ def _write(found: Conversion, out: Path, *, copy: bool, allow_bad_labels: bool) 
         typer.echo(
             f"{split}: {_count(len(items), 'image')}, {_count(sum(len(i.rows) for i in items), 'box')}"
         )
-    typer.echo(f"{len(found.names)} classes -> {out / 'data.yaml'}")
+    typer.echo(f"{_count(len(found.names), 'class')} -> {out / 'data.yaml'}")
 
 
 def _count(number: int, noun: str) -> str:
-    plural = f"{noun}es" if noun.endswith("x") else f"{noun}s"
+    plural = f"{noun}es" if noun.endswith(("x", "s")) else f"{noun}s"
     return f"{number or 'no'} {noun if number == 1 else plural}"
 
 

@@ -34,8 +34,8 @@ def predict(
     sources = [*(source or []), *(more or [])]
     done = run(PredictSettings(**options), sources, typed_options(context), as_json=json)
     if not json:
-        counts = [f"{done.images} images"] if done.images else []
-        counts += [f"{done.frames} frames of video"] if done.frames else []
+        counts = [f"{done.images} image{'s' if done.images > 1 else ''}"] if done.images else []
+        counts += [f"{done.frames} frame{'s' if done.frames > 1 else ''} of video"] if done.frames else []
         where = f" -> {done.folder}" if done.folder else ""
         typer.echo(f"{' and '.join(counts) or 'no images'}: {done.summary}{where}")
     if done.unreadable:

@@ -42,6 +42,7 @@ def open_datasets(
     """
     is_import = imports.is_import_path(source) and not Path(source).is_file()
     if not is_import and source not in EMBEDDED:
+        _refuse_folder(source)
         sources = open_sources(source, splits, allow_bad_labels=allow_bad_labels)
         return [Yolo(each, single_cls=single_cls) for each in sources]
     if single_cls:
@@ -49,6 +50,15 @@ def open_datasets(
     if is_import:
         return [_imported(source, split, imgsz) for split in splits]
     return [_embedded(source, split, imgsz) for split in splits]
+
+
+def _refuse_folder(source: str) -> None:
+    folder = Path(source)
+    if folder.is_dir():
+        described = folder / "data.yaml"
+        other = "name its data.yaml; folders of classes are for classifiers (--task classify)"
+        hint = f"--data {described}" if described.is_file() else other
+        raise TrainerError(f"--data {source}: it is a folder, but a detector needs a data.yaml", hint)
 
 
 def _embedded(source: str, split: Split, imgsz: int) -> Dataset:
