@@ -46,69 +46,83 @@ def merged(pods: Sequence[Document], patch: Mapping[str, Any], node: str) -> lis
     try:
         text = kubectl.Kubectl().text("patch", *words, stdin=items)
     except ClusterError as error:
+        why = error.message.removeprefix("kubectl: ")
         hint = "each entry of a list such as containers, env and volumes needs its name (volumeMounts: its mountPath)"
-        raise UsageError(
-            f"pod: kubectl cannot merge it: {error.message.removeprefix('kubectl: ')}", hint
-        ) from error
+        raise UsageError(f"pod: kubectl cannot merge it: {why}", hint) from error
+    patched = _parsed(text)
+    for before, after in zip(pods, patched, strict=True):
+        _refuse_changes(before, after, node)
+    return [_ordered(after, before) for before, after in zip(pods, patched, strict=True)]
+
+
+def _parsed(text: str) -> list[Document]:
+    """Return the documents of a JSON stream, which is how kubectl prints several objects."""
     decoder = json.JSONDecoder()
-    made = []
+    documents = []
     while text := text.strip():
         document, end = decoder.raw_decode(text)
-        made.append(document)
+        documents.append(document)
         text = text[end:]
-    for before, after in zip(pods, made, strict=True):
-        _refuse_changes(before, after, node)
-    return [_ordered(after, before) for before, after in zip(pods, made, strict=True)]
+    return documents
 
 
 def _refuse_changes(before: Document, after: Document, node: str) -> None:
     """Raise UsageError if the merge has changed a field on which the launcher relies."""
-    for kind in ("labels", "annotations"):
-        for key, value in before["metadata"].get(kind, {}).items():
-            if after["metadata"].get(kind, {}).get(key) != value:
-                raise _changed(f"metadata.{kind}.{key}", f"use {kind} in the same section, with another key")
-    old = before["spec"]
-    new = after["spec"]
+    _refuse_changed_metadata(before["metadata"], after["metadata"])
+    ours = before["spec"]
+    theirs = after["spec"]
     for key, hint in _OURS.items():
-        if old.get(key) != new.get(key):
+        if ours.get(key) != theirs.get(key):
             raise _changed(f"spec.{key}", hint)
-    ours, theirs = (_by_key(spec.get("containers"), "spec.containers") for spec in (old, new))
-    if node not in theirs:
-        raise _changed(f"spec.containers.{node}", "it runs the ranks: add containers beside it")
-    for key, hint in _OURS_IN_NODE.items():
-        where = f"spec.containers.{node}.{key}"
-        if key in ("env", "volumeMounts"):
-            _refuse_changed_entries(ours[node].get(key, ()), theirs[node].get(key, ()), where, hint)
-        elif ours[node].get(key) != theirs[node].get(key):
-            raise _changed(where, hint)
-    changed = _limits(theirs[node])
-    for name, value in _limits(ours[node]).items():
-        if changed.get(name) != value:
-            hint = "use --gpus, and limits and devices in the same section"
-            raise _changed(f"spec.containers.{node}.resources.limits.{name}", hint)
+    _refuse_changed_node(ours, theirs, node)
     hint = "choose another name; runs, volumes and shared_memory in the same section are for clusterctl's own"
-    _refuse_changed_entries(old.get("volumes", ()), new.get("volumes", ()), "spec.volumes", hint)
-    files, kept = (
-        [
-            _without_free(container)
-            for container in _by_key(spec.get("initContainers"), "spec.initContainers").values()
-        ]
-        for spec in (old, new)
-    )
-    _refuse_changed_entries(
-        files, kept, "spec.initContainers", "clusterctl uses it for the job's files: choose another name"
-    )
+    _refuse_changed_entries(ours.get("volumes", ()), theirs.get("volumes", ()), "spec.volumes", hint)
+    hint = "clusterctl uses it for the job's files: choose another name"
+    _refuse_changed_entries(_init_containers(ours), _init_containers(theirs), "spec.initContainers", hint)
 
 
-def _refuse_changed_entries(before: Any, after: Any, where: str, hint: str) -> None:
-    entries = _by_key(after, where)
-    for name, entry in _by_key(before, where).items():
-        if entries.get(name) != entry:
+def _refuse_changed_metadata(ours: Document, theirs: Document) -> None:
+    for kind in ("labels", "annotations"):
+        merged_values = theirs.get(kind, {})
+        for key, value in ours.get(kind, {}).items():
+            if merged_values.get(key) != value:
+                raise _changed(f"metadata.{kind}.{key}", f"use {kind} in the same section, with another key")
+
+
+def _refuse_changed_node(our_spec: Document, their_spec: Document, node: str) -> None:
+    """Raise UsageError if the container of the ranks has gone, or has lost something that clusterctl sets."""
+    where = f"spec.containers.{node}"
+    ours = _by_key(our_spec.get("containers"), "spec.containers")[node]
+    theirs = _by_key(their_spec.get("containers"), "spec.containers").get(node)
+    if theirs is None:
+        raise _changed(where, "it runs the ranks: add containers beside it")
+    for key, hint in _OURS_IN_NODE.items():
+        if key in ("env", "volumeMounts"):
+            _refuse_changed_entries(ours.get(key, ()), theirs.get(key, ()), f"{where}.{key}", hint)
+        elif ours.get(key) != theirs.get(key):
+            raise _changed(f"{where}.{key}", hint)
+    their_limits = _limits(theirs)
+    for name, value in _limits(ours).items():
+        if their_limits.get(name) != value:
+            hint = "use --gpus, and limits and devices in the same section"
+            raise _changed(f"{where}.resources.limits.{name}", hint)
+
+
+def _refuse_changed_entries(ours: Any, theirs: Any, where: str, hint: str) -> None:
+    merged_entries = _by_key(theirs, where)
+    for name, entry in _by_key(ours, where).items():
+        if merged_entries.get(name) != entry:
             raise _changed(f"{where}.{name}", hint)
 
 
 def _changed(where: str, hint: str) -> UsageError:
     return UsageError(f"pod.{where}: clusterctl sets it", hint)
+
+
+def _init_containers(spec: Document) -> list[Document]:
+    """Return the init containers, without what the user may set in them."""
+    containers = _by_key(spec.get("initContainers"), "spec.initContainers").values()
+    return [_without_free(container) for container in containers]
 
 
 def _without_free(container: Document) -> Document:
@@ -127,26 +141,27 @@ def _merge_key(where: str) -> str:
 
 def _by_key(entries: Any, where: str) -> dict[str, Document]:
     """Return the entries of a list by the key by which they merge. Raise UsageError if it is no list of mappings."""
-    if not isinstance(entries or (), list | tuple) or not all(
-        isinstance(entry, dict) for entry in entries or ()
-    ):
-        raise UsageError(
-            f"pod.{where}: must be a list of mappings", f"for example: [{{{_merge_key(where)}: ...}}]"
-        )
-    return {str(entry.get(_merge_key(where))): entry for entry in entries or ()}
+    key = _merge_key(where)
+    entries = entries or ()
+    is_list = isinstance(entries, list | tuple)
+    if not is_list or not all(isinstance(entry, dict) for entry in entries):
+        raise UsageError(f"pod.{where}: must be a list of mappings", f"for example: [{{{key}: ...}}]")
+    return {str(entry.get(key)): entry for entry in entries}
 
 
 def _ordered(after: Any, before: Any, where: str = "") -> Any:
     """Return a merged value in the order of ours, then the user's. Init containers run in order: the user's first."""
     if isinstance(after, dict) and isinstance(before, dict):
-        keys = [*(key for key in before if key in after), *(key for key in after if key not in before)]
-        return {key: _ordered(after[key], before.get(key), key) for key in keys}
+        kept_keys = [key for key in before if key in after]
+        added_keys = [key for key in after if key not in before]
+        return {key: _ordered(after[key], before.get(key), key) for key in (*kept_keys, *added_keys)}
     if not isinstance(after, list) or not isinstance(before, list):
         return after
-    if not all(isinstance(item, dict) and _merge_key(where) in item for item in (*before, *after)):
+    merge_key = _merge_key(where)
+    if not all(isinstance(item, dict) and merge_key in item for item in (*before, *after)):
         return after
     ours = _by_key(before, where)
-    merged_entries = _by_key(after, where)
-    first = [_ordered(merged_entries[name], entry) for name, entry in ours.items() if name in merged_entries]
-    rest = [added for name, added in merged_entries.items() if name not in ours]
-    return [*rest, *first] if where == "initContainers" else [*first, *rest]
+    theirs = _by_key(after, where)
+    kept = [_ordered(theirs[name], entry) for name, entry in ours.items() if name in theirs]
+    added = [entry for name, entry in theirs.items() if name not in ours]
+    return [*added, *kept] if where == "initContainers" else [*kept, *added]
