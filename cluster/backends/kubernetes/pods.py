@@ -33,6 +33,8 @@ _WAIT_S = 2.0
 #: Limit of a poll of one agent, and of one that did not answer the last time.
 _TIMEOUT_S = 10.0
 _SILENT_TIMEOUT_S = 4.0
+#: After this time without an answer, the status says so.
+_ANNOUNCED_S = 2 * INTERVAL_S
 #: A kubelet that has not ended a container so long after its grace period has missed that the pod was deleted.
 MISSED_S = 10.0
 #: How often the last part of the log of a container that has ended is asked for.
@@ -53,15 +55,20 @@ class PodMonitor:
         #: The last description of the pod, and its machine.
         self.uid = ""
         self.host = ""
-        self.is_complete = self._is_over = False
-        #: The grace period of its deletion, and since when (0, 0.0: it is not deleted).
-        self._deleted = (0, 0.0)
+        #: Whether its whole log is in the copy.
+        self.is_complete = False
+        self._is_over = False
+        #: The grace period of its deletion (0: it is not deleted), and since when it has had that one.
+        self._grace_s = 0
+        self._deleted_at = 0.0
         self._plan = plan
         #: Where the log of this pod begins in the copy.
         self._begin = self._copied if is_again else 0
         self._clock = AwakeClock()
         self._answered_at = self._polled_at = self._clock()
-        self._heartbeat = (0.0, self._clock())
+        #: The last heartbeat, by the clock of its machine, and when it was first seen here.
+        self._heartbeat = 0.0
+        self._heartbeat_at = self._clock()
         self._thread: threading.Thread | None = None
         self._log_tries = 0
 
@@ -78,27 +85,30 @@ class PodMonitor:
     @property
     def has_ended(self) -> bool:
         """Whether its ranks have exited, or its container can no longer be asked."""
-        return (
-            self._is_over
-            or self.error is not None
-            or (self.answer is not None and self.answer.phase == "exited")
-        )
+        if self._is_over or self.error is not None:
+            return True
+        return self.answer is not None and self.answer.phase == "exited"
 
     def misses_deletion(self, state: waiting.PodState) -> bool:
         """Return whether its kubelet answers, but has not ended the container in the grace period that it got last."""
-        if not (state.deleted and state.runs) or self.error is not None:
-            self._deleted = (0, 0.0)
-        elif state.grace_s != self._deleted[0]:
-            self._deleted = (state.grace_s, self._clock())
-        return self._deleted[0] > 1 and self._clock() - self._deleted[1] > state.grace_s + MISSED_S
+        is_ending = state.deleted and state.runs
+        if not is_ending or self.error is not None:
+            self._grace_s = 0
+        elif state.grace_s != self._grace_s:
+            self._grace_s = state.grace_s
+            self._deleted_at = self._clock()
+        if self._grace_s <= 1:  # it is not deleted, or there is no shorter grace period to ask for
+            return False
+        return self._clock() - self._deleted_at > self._grace_s + MISSED_S
 
     def start(self, kubectl: Kubectl) -> None:
         """Start a poll of the agent, unless one is running."""
-        if self._thread is None or not self._thread.is_alive():
-            if self.error is None:
-                self._answered_at = self._clock()  # time between two polls is no silence
-            self._thread = threading.Thread(target=self._run, args=(kubectl,), daemon=True)
-            self._thread.start()
+        if self._is_asking:
+            return
+        if self.error is None:
+            self._answered_at = self._clock()  # time between two polls is no silence
+        self._thread = threading.Thread(target=self._run, args=(kubectl,), daemon=True)
+        self._thread.start()
 
     def wait(self, until: float) -> None:
         """Wait for the poll that is running, until a time of `time.monotonic`."""
@@ -113,23 +123,19 @@ class PodMonitor:
         status = replace(answer or NodeStatus(self.name, "starting"), where=state.host)
         if status.phase in ("exited", "lost"):
             return status
-        if self.error is not None and self.silent_s > 2 * INTERVAL_S:
-            why = f"its machine {state.host} has not answered for {self.silent_s:.0f} s: {self.error.message}"
+        machine = f"its machine {state.host}"
+        if self.error is not None and self.silent_s > _ANNOUNCED_S:
             if state.host_is_silent and self.is_silent:  # Kubernetes says so, too
-                return NodeStatus(
-                    self.name, "lost", detail=f"its machine {state.host} is lost: it is NotReady"
-                )
+                return NodeStatus(self.name, "lost", detail=f"{machine} is lost: it is NotReady")
+            why = f"{machine} has not answered for {self.silent_s:.0f} s: {self.error.message}"
             if self.is_silent:
                 return NodeStatus(self.name, "lost", detail=why, silent=why)
             return replace(status, silent=why)
-        is_asking = self._thread is not None and self._thread.is_alive()
-        if self.error is None and is_asking:  # its kubelet may hang
+        if self.error is None and self._is_asking:  # its kubelet may hang
             waited_s = self._clock() - self._answered_at
-            if waited_s > 2 * INTERVAL_S:
-                return replace(
-                    status, silent=f"its machine {state.host} has not answered for {waited_s:.0f} s"
-                )
-        frozen_s = self._polled_at - self._heartbeat[1]
+            if waited_s > _ANNOUNCED_S:
+                return replace(status, silent=f"{machine} has not answered for {waited_s:.0f} s")
+        frozen_s = self._polled_at - self._heartbeat_at
         if self.answer is not None and frozen_s > HEARTBEAT_TIMEOUT_S:
             return NodeStatus(self.name, "lost", detail=f"no heartbeat of its agent for {frozen_s:.0f} s")
         return status
@@ -146,12 +152,15 @@ class PodMonitor:
             return
         except ClusterError:
             return
-        lines = log_files.content(self._plan, self._copy)[self._begin :].splitlines(keepends=True)
+        copied = log_files.content(self._plan, self._copy)[self._begin :]
+        event_mark = contract.EVENT_MARK.encode()
         # The container's output is the log without events.
-        shown = b"".join(line for line in lines if contract.EVENT_MARK.encode() not in line)[-4096:]
-        whole = text.encode()
-        rest = whole[whole.find(shown) + len(shown) :] if shown in whole else whole
-        log_files.append(self._plan, self._copy, self._copied, rest)
+        output = b"".join(line for line in copied.splitlines(keepends=True) if event_mark not in line)
+        last_output = output[-4096:]
+        missing = text.encode()
+        if last_output in missing:
+            missing = missing[missing.find(last_output) + len(last_output) :]
+        log_files.append(self._plan, self._copy, self._copied, missing)
         self.is_complete = True
 
     def explained(self, status: NodeStatus) -> NodeStatus:
@@ -160,7 +169,14 @@ class PodMonitor:
             return status
         text = log_files.content(self._plan, self._copy).decode(errors="replace")
         lines = [line for line in text.splitlines() if line.strip()]
-        return replace(status, detail=f"{status.detail}: {lines[-1]}") if lines else status
+        if not lines:
+            return status
+        return replace(status, detail=f"{status.detail}: {lines[-1]}")
+
+    @property
+    def _is_asking(self) -> bool:
+        """Whether a poll of the agent is running."""
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def _copy(self) -> Path:
@@ -181,17 +197,21 @@ class PodMonitor:
             self.error = error
             return
         self._polled_at = self._answered_at = self._clock()
-        if answer.heartbeat != self._heartbeat[0]:
-            self._heartbeat = (answer.heartbeat, self._polled_at)
+        if answer.heartbeat != self._heartbeat:
+            self._heartbeat = answer.heartbeat
+            self._heartbeat_at = self._polled_at
         self.answer = answer
         self.error = None
 
     def _ask(self, kubectl: Kubectl) -> NodeStatus:
-        at = self._copied
-        name = f"{self._plan.dir_on(self._plan.nodes[0].machine)}/attempt-{self._plan.attempt}/{self.name}"
+        run_dir = self._plan.dir_on(self._plan.nodes[0].machine)
+        node_path = f"{run_dir}/attempt-{self._plan.attempt}/{self.name}"
+        copied = self._copied
         script = scripts.text("backends/kubernetes/in_pod/poll.py")
-        words = [self._plan.job.python, "-c", script, name, str(at - self._begin), str(log_files.CHUNK)]
-        done = kubectl.exec(self.pod, words, timeout_s=_SILENT_TIMEOUT_S if self.error else _TIMEOUT_S)
+        arguments = [node_path, str(copied - self._begin), str(log_files.CHUNK)]
+        argv = [self._plan.job.python, "-c", script, *arguments]
+        timeout_s = _SILENT_TIMEOUT_S if self.error else _TIMEOUT_S
+        done = kubectl.exec(self.pod, argv, timeout_s=timeout_s)
         try:
             answer: Mapping[str, Any] = json.loads(done.out)
             agent = parse(answer["status"])
@@ -199,7 +219,7 @@ class PodMonitor:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ClusterError(f"its container did not answer: {done.last_line}") from error
         with contextlib.suppress(FileNotFoundError):  # the record of the job was removed
-            log_files.append(self._plan, self._copy, at, chunk)
+            log_files.append(self._plan, self._copy, copied, chunk)
         if len(chunk) == log_files.CHUNK:  # a node counts as exited once its whole log has been fetched
             return NodeStatus(self.name, "starting", events=agent.events or ())
         status = node_status.from_agent(self.name, agent)
@@ -221,12 +241,7 @@ class Listed:
         """Return the pods of an attempt by their names. Raises ClusterError."""
         with self._lock:
             if self._pods is None:
-                by_node: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
-                for pod in self._kubectl.get("pods", self._selector):
-                    labels = pod["metadata"].get("labels", {})
-                    key = labels.get(manifests.LAUNCH_LABEL, ""), labels.get(manifests.ATTEMPT_LABEL, "")
-                    by_node.setdefault(key, {})[pod["metadata"]["name"]] = pod
-                self._pods = by_node
+                self._pods = self._by_attempt()
             return self._pods.get((plan.job.launch_id, str(plan.attempt)), {})
 
     def events(self) -> list[Mapping[str, Any]]:
@@ -236,53 +251,79 @@ class Listed:
                 self._events = list(self._kubectl.get("events", "--field-selector=involvedObject.kind=Pod"))
             return self._events
 
+    def _by_attempt(self) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
+        """Return the pods by launch ID and attempt, then by name."""
+        by_attempt: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+        for pod in self._kubectl.get("pods", self._selector):
+            labels = pod["metadata"].get("labels", {})
+            launch = labels.get(manifests.LAUNCH_LABEL, "")
+            attempt = labels.get(manifests.ATTEMPT_LABEL, "")
+            by_attempt.setdefault((launch, attempt), {})[pod["metadata"]["name"]] = pod
+        return by_attempt
+
 
 def poll(
     kubectl: Kubectl, plan: Plan, monitors: Sequence[PodMonitor], listing: Listed
 ) -> tuple[list[NodeStatus], list[waiting.PodState]]:
     """Return the status of each node, and the state of its pod. Raises ClusterError if there is no list of pods."""
     listed = listing.pods(plan)
-    objects: list[Mapping[str, Any] | None] = [listed.get(monitor.pod) for monitor in monitors]
-    events: list[Mapping[str, Any]] = []
-    missing = [monitor for monitor, pod in zip(monitors, objects, strict=True) if pod is None and monitor.uid]
-    if missing or any(pod is not None and waiting.needs_events(pod) for pod in objects):
-        with contextlib.suppress(ClusterError):  # without that right a reason is missing, and nothing else
-            events = listing.events()
-    states = []
-    for monitor, pod in zip(monitors, objects, strict=True):
-        if pod is None:
-            states.append(waiting.PodState(waiting.gone(monitor.name, _about(events, monitor.uid))))
-            continue
-        monitor.uid = pod["metadata"]["uid"]
-        states.append(waiting.observed(monitor.name, pod, _about(events, monitor.uid)))
+    events = _needed_events(monitors, listed, listing)
+    states = [_state(monitor, listed.get(monitor.pod), events) for monitor in monitors]
     running = [monitor for monitor, state in zip(monitors, states, strict=True) if state.runs]
     for monitor in running:
         monitor.start(kubectl)
     until = time.monotonic() + _WAIT_S
     for monitor in running:
         monitor.wait(until)
+    different = waiting.different_image(monitors[0].image if monitors else "", states)
     statuses = []
     for monitor, state in zip(monitors, states, strict=True):
-        if state.runs:
-            statuses.append(monitor.status(state))
-        elif monitor.answer is not None and monitor.answer.phase == "exited":
-            # The agent knew more than the pod does.
-            statuses.append(replace(monitor.answer, where=state.host))
-        else:
-            if state.status.phase in ("exited", "lost"):
-                monitor.complete_log(kubectl)
-            statuses.append(monitor.explained(state.status))
-    statuses = [_if_deleted(status, state) for status, state in zip(statuses, states, strict=True)]
-    different = waiting.different_image(monitors[0].image if monitors else "", states)
-    return [
-        different.get(status.node, status) if status.exit_code is None else status for status in statuses
-    ], states
+        status = _if_deleted(_status(kubectl, monitor, state), state)
+        if status.exit_code is None:
+            status = different.get(status.node, status)
+        statuses.append(status)
+    return statuses, states
+
+
+def _needed_events(
+    monitors: Sequence[PodMonitor], listed: Mapping[str, Mapping[str, Any]], listing: Listed
+) -> list[Mapping[str, Any]]:
+    """Return the events about pods, if one of the monitored pods needs them."""
+    has_vanished = any(monitor.uid and monitor.pod not in listed for monitor in monitors)
+    pods = [listed[monitor.pod] for monitor in monitors if monitor.pod in listed]
+    if has_vanished or any(waiting.needs_events(pod) for pod in pods):
+        with contextlib.suppress(ClusterError):  # without that right a reason is missing, and nothing else
+            return listing.events()
+    return []
+
+
+def _state(
+    monitor: PodMonitor, pod: Mapping[str, Any] | None, events: Sequence[Mapping[str, Any]]
+) -> waiting.PodState:
+    """Return the state of a monitored pod (None: it does not exist), and note its UID."""
+    if pod is None:
+        return waiting.PodState(waiting.gone(monitor.name, _about(events, monitor.uid)))
+    monitor.uid = pod["metadata"]["uid"]
+    return waiting.observed(monitor.name, pod, _about(events, monitor.uid))
+
+
+def _status(kubectl: Kubectl, monitor: PodMonitor, state: waiting.PodState) -> NodeStatus:
+    """Return the status of a node by its agent and its pod. Complete the log of a pod that has ended."""
+    if state.runs:
+        return monitor.status(state)
+    if monitor.answer is not None and monitor.answer.phase == "exited":
+        # The agent knew more than the pod does.
+        return replace(monitor.answer, where=state.host)
+    if state.status.phase in ("exited", "lost"):
+        monitor.complete_log(kubectl)
+    return monitor.explained(state.status)
 
 
 def _if_deleted(status: NodeStatus, state: waiting.PodState) -> NodeStatus:
     """Return the status of a node whose pod is being deleted: how its ranks end follows from that."""
     knows_more = status.phase == "lost" and not status.detail.startswith(waiting.FAILED)
-    if not state.deleted or knows_more or (status.phase == "exited" and not status.exit_code):
+    has_succeeded = status.phase == "exited" and not status.exit_code
+    if not state.deleted or knows_more or has_succeeded:
         return status
     if status.phase in ("exited", "lost"):
         return NodeStatus(status.node, "lost", detail=state.deleted, where=state.host)
