@@ -48,22 +48,24 @@ class Part:
     @property
     def size(self) -> int:
         """The bytes of its files."""
-        return sum((_time_and_size(Path(path)) or (0, 0))[1] for path, _ in self._each())
+        statuses = (_status(Path(path)) for path, _ in self._members())
+        return sum(status.st_size for status in statuses if status is not None)
 
     def add_to(self, archive: tarfile.TarFile) -> None:
         """Add its files to an archive. Raises LaunchError for a file that cannot be read."""
         if not self.is_archive:
-            for path, name in self._each():
+            for path, name in self._members():
                 _add(archive, path, name)
             return
         try:
             with tarfile.open(self.source) as kept:
                 for member in kept:
-                    archive.addfile(member, kept.extractfile(member) if member.isreg() else None)
+                    content = kept.extractfile(member) if member.isreg() else None
+                    archive.addfile(member, content)
         except FileNotFoundError as error:
             raise LaunchError(f"this machine: {self.source} does not exist any more") from error
 
-    def _each(self) -> Iterator[tuple[str, str]]:
+    def _members(self) -> Iterator[tuple[str, str]]:
         """Yield path and name in the archive of each file, link and folder."""
         if not Path(self.source).is_dir():
             yield self.source, self.target
@@ -73,7 +75,8 @@ class Part:
             below = os.path.normpath(f"{self.target}/{os.path.relpath(where, self.source)}")
             yield where, below
             links = [name for name in folders if Path(where, name).is_symlink()]
-            yield from ((f"{where}/{name}", f"{below}/{name}") for name in sorted((*links, *names)))
+            for name in sorted((*links, *names)):
+                yield f"{where}/{name}", f"{below}/{name}"
 
 
 def keep(folder: str, names: Iterable[str], target: str, file: Path) -> Part:
@@ -150,16 +153,19 @@ def fetch(
                 for member in archive:
                     if member.name == "END":
                         complete = True
-                    elif member.name == "ERROR":
-                        errors.append(_content(archive, member).read().decode(errors="replace"))
-                    elif _is_excluded(member.name, excluded):  # its container was asked not to send it
                         continue
-                    elif not (compare and _is_same(Path(compare, member.name), member)):
-                        try:
-                            extract(archive, member, top, PREFIX)
-                            count += 1
-                        except RefusedError as error:
-                            errors.append(str(error))
+                    if member.name == "ERROR":
+                        errors.append(_content(archive, member).read().decode(errors="replace"))
+                        continue
+                    if _is_excluded(member.name, excluded):  # its container was asked not to send it
+                        continue
+                    if compare and _is_same(Path(compare, member.name), member):
+                        continue
+                    try:
+                        extract(archive, member, top, PREFIX)
+                        count += 1
+                    except RefusedError as error:
+                        errors.append(str(error))
             while process.stdout.read(_CHUNK):  # the padding of the archive
                 pass
         except tarfile.TarError:
@@ -169,9 +175,8 @@ def fetch(
             raise ClusterError(why) from error
         error_there = process.end(_END_S)
     if not complete:
-        raise error_there or UnreachableError(
-            f"{pod}: the connection broke while {source} was fetched", _AGAIN
-        )
+        broken = f"{pod}: the connection broke while {source} was fetched"
+        raise error_there or UnreachableError(broken, _AGAIN)
     if errors:
         more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
         raise ClusterError(f"{pod}: {source} was not copied completely: {errors[0]}{more}")
@@ -181,26 +186,29 @@ def fetch(
 def _is_excluded(name: str, patterns: Sequence[str]) -> bool:
     """Return whether a pattern matches a path in the archive or a folder on the way to it, as in in_pod/pack.py."""
     path = PurePosixPath(name)
-    each = [f"/{above}" for above in (path, *path.parents)]
-    return any(
-        fnmatch(at if pattern[0] == "/" else at.rpartition("/")[2], pattern)
-        for at in each
-        for pattern in patterns
-    )
+    for above in (path, *path.parents):
+        whole = f"/{above}"
+        last = whole.rpartition("/")[2]
+        if any(fnmatch(whole if pattern[0] == "/" else last, pattern) for pattern in patterns):
+            return True
+    return False
 
 
 def _have(top: Path) -> dict[str, list[int]]:
     """Return size and time of the files below a folder, by path."""
-    paths = [Path(where, name) for where, _, names in os.walk(top) for name in names]
-    existing = {path.relative_to(top).as_posix(): _time_and_size(path) for path in paths}
-    return {name: [about[1], about[0]] for name, about in existing.items() if about is not None}
+    have = {}
+    for where, _, names in os.walk(top):
+        for path in (Path(where, name) for name in names):
+            status = _status(path)
+            if status is not None:
+                have[path.relative_to(top).as_posix()] = [status.st_size, status.st_mtime_ns]
+    return have
 
 
-def _time_and_size(path: Path) -> tuple[int, int] | None:
-    """Return the time in nanoseconds and the size of a file, None if there is none."""
+def _status(path: Path) -> os.stat_result | None:
+    """Return the status of a file, or of a link itself; None if there is none."""
     with suppress(OSError):
-        about = path.lstat()
-        return about.st_mtime_ns, about.st_size
+        return path.lstat()
     return None
 
 
@@ -212,8 +220,10 @@ def _is_same(path: Path, member: tarfile.TarInfo) -> bool:
     """Return whether a file here has the time and size of a member, or a link its target."""
     if member.issym():
         return path.is_symlink() and str(path.readlink()) == member.linkname
-    about = _time_and_size(path)
-    return about is not None and about[1] == member.size and abs(about[0] - time_ns(member)) < _TIME_ERROR_NS
+    status = _status(path)
+    if status is None or status.st_size != member.size:
+        return False
+    return abs(status.st_mtime_ns - time_ns(member)) < _TIME_ERROR_NS
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
@@ -230,7 +240,10 @@ def _add(archive: tarfile.TarFile, path: str, name: str) -> None:
         return
     except OSError as error:
         raise LaunchError(f"this machine: {path} cannot be read: {error.strerror}") from error
-    if member is None or not (member.isfile() or member.isdir() or member.issym() or member.islnk()):
+    if member is None:  # a socket
+        return
+    is_sent = member.isfile() or member.isdir() or member.issym() or member.islnk()
+    if not is_sent:
         return
     if member.islnk():  # a second name of a file: its content travels again
         member.type = tarfile.REGTYPE
@@ -238,7 +251,8 @@ def _add(archive: tarfile.TarFile, path: str, name: str) -> None:
         member.size = Path(path).stat().st_size
     member.uid = member.gid = 0
     member.uname = member.gname = ""
-    member.mode = member.mode & 0o775 | (0o700 if member.isdir() else 0o600)
+    owner_mode = 0o700 if member.isdir() else 0o600
+    member.mode = member.mode & 0o775 | owner_mode
     if not member.isfile():
         archive.addfile(member)
         return
