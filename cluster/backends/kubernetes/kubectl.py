@@ -156,18 +156,19 @@ _RULES = (
         "kubectl get --raw /readyz",
     ),
 )
+#: Lines in which kubectl logs its retries (E0101 ...), and warnings of the server. The reason comes after them.
+_NO_REASON = re.compile(r"[EWI]\d{4} |Warning: |\s*$")
 _PREFIX = re.compile(
     r"^(?:error: |Error from server(?: \(\w+\))?: |error when creating \S+: |Unable to connect to the server: "
     r"|error dialing backend: )+"
 )
+#: An error of `kubectl exec` itself, not of the command in the container.
+_OWN_ERROR = re.compile(r"^(error: |Error from server|Unable to connect|E\d{4} )", re.MULTILINE)
 
 
 def error_of(stderr: str, code: int = 1) -> ClusterError:
     """Return the error that a failed kubectl printed, as one sentence with the next step."""
-    # kubectl logs its retries (E0101 ...) before the reason, and warnings of the server
-    lines = [
-        line.strip() for line in stderr.splitlines() if not re.match(r"[EWI]\d{4} |Warning: |\s*$", line)
-    ]
+    lines = [line.strip() for line in stderr.splitlines() if not _NO_REASON.match(line)]
     text = "\n".join(lines) or stderr.strip()
     first = _PREFIX.sub("", lines[0]) if lines else f"kubectl: exit {code}"
     for rule in _RULES:
@@ -187,7 +188,8 @@ class Kubectl:
     def argv(self, *words: str) -> list[str]:
         """Return a complete command; `words` may end with a command for a container."""
         context = [f"--context={self.context}"] if self.context else []
-        return ["kubectl", *context, *([f"--namespace={self.namespace}"] if self.namespace else []), *words]
+        namespace = [f"--namespace={self.namespace}"] if self.namespace else []
+        return ["kubectl", *context, *namespace, *words]
 
     def run(self, *words: str, stdin: str = "", timeout_s: float = CALL_S) -> Completed:
         """Run kubectl to its end, whatever its exit code. Raise UnreachableError if it has not ended in `timeout_s`."""
@@ -203,7 +205,8 @@ class Kubectl:
 
     def get(self, kind: str, *words: str, timeout_s: float = CALL_S) -> list[Document]:
         """Return the objects of a kind; `words` are names, or a selector. Raise NotFoundError for a missing name."""
-        answer = json.loads(self.text("get", kind, *words, "--output=json", timeout_s=timeout_s) or "{}")
+        text = self.text("get", kind, *words, "--output=json", timeout_s=timeout_s)
+        answer = json.loads(text or "{}")
         return list(answer["items"]) if "items" in answer else [answer]
 
     def create(self, text: str, *, dry_run: bool = False) -> list[str]:
@@ -213,41 +216,50 @@ class Kubectl:
         """
         words = ["--dry-run=server"] if dry_run else []
         done = self.run("create", *words, "--filename=-", "--output=name", stdin=text, timeout_s=60)
-        if done.code and not dry_run:
-            self._delete_again(done.out.split())
+        created = done.out.split()
         if done.code:
+            if not dry_run:
+                self._delete_again(created)
             raise error_of(done.err, done.code)
-        return done.out.split()
+        return created
 
     def _delete_again(self, created: Sequence[str]) -> None:
         """Delete what has just been created, and wait until it is gone."""
+        if not created:
+            return
         began = time.monotonic()
-        if created:
-            self.delete(*created, grace_s=1)
-        while created and time.monotonic() < began + _GONE_S:
-            created = self.text("get", *created, "--ignore-not-found", "--output=name").split()
-            pods = [name for name in created if name.startswith("pod/")]
+        self.delete(*created, grace_s=1)
+        left = list(created)
+        while left and time.monotonic() < began + _GONE_S:
+            left = self.text("get", *left, "--ignore-not-found", "--output=name").split()
+            pods = [name for name in left if name.startswith("pod/")]
             if pods and time.monotonic() > began + _PENDING_S:
-                left = self.get(*pods, "--ignore-not-found")
-                pending = [
-                    pod["metadata"]["name"] for pod in left if pod.get("status", {}).get("phase") == "Pending"
-                ]
-                if pending:
-                    self.delete("pods", *pending, force=True)
+                self._delete_pending(pods)
             time.sleep(0.3)
+
+    def _delete_pending(self, pods: Sequence[str]) -> None:
+        """Remove by force those pods of which nothing runs yet."""
+        pending = []
+        for pod in self.get(*pods, "--ignore-not-found"):
+            if pod.get("status", {}).get("phase") == "Pending":
+                pending.append(pod["metadata"]["name"])
+        if pending:
+            self.delete("pods", *pending, force=True)
 
     def delete(self, *words: str, grace_s: int | None = None, force: bool = False) -> None:
         """Delete objects, and do not wait for their end. Those that do not exist are no error."""
-        grace = [] if grace_s is None else [f"--grace-period={grace_s}"]
-        grace = ["--grace-period=0", "--force"] if force else grace
+        grace = []
+        if force:
+            grace = ["--grace-period=0", "--force"]
+        elif grace_s is not None:
+            grace = [f"--grace-period={grace_s}"]
         self.text("delete", *words, *grace, "--wait=false", "--ignore-not-found")
 
     def exec_argv(
         self, pod: str, argv: Sequence[str], *, container: str = "node", stdin: bool = True, tty: bool = False
     ) -> list[str]:
         """Return the command that runs `argv` in a container of a running pod."""
-        options = [*(["--stdin"] if stdin else []), *(["--tty"] if tty else [])]
-        return self.argv("exec", *options, pod, f"--container={container}", "--", *argv)
+        return self.argv(*_exec_words(pod, argv, container, stdin=stdin, tty=tty))
 
     def exec(
         self, pod: str, argv: Sequence[str], *, container: str = "node", timeout_s: float = 10.0
@@ -256,14 +268,12 @@ class Kubectl:
 
         kubectl ends with 0 if the kubelet dies: check what the command printed.
         """
-        words = self.exec_argv(pod, argv, container=container, stdin=False)
+        words = _exec_words(pod, argv, container, stdin=False)
         try:
-            done = self._run(words[len(self.argv()) :], "", timeout_s)
+            done = self._run(words, "", timeout_s)
         except UnreachableError as error:
             raise NodeSilentError(f"its kubelet did not answer within {timeout_s:g} s") from error
-        if done.code and re.search(
-            r"^(error: |Error from server|Unable to connect|E\d{4} )", done.err, re.MULTILINE
-        ):
+        if done.code and _OWN_ERROR.search(done.err):
             raise error_of(done.err, done.code)
         return done
 
@@ -299,6 +309,18 @@ class Piped:
     stdin: IO[bytes]
     stdout: IO[bytes]
     end: Callable[[float], ClusterError | None]
+
+
+def _exec_words(
+    pod: str, argv: Sequence[str], container: str, *, stdin: bool, tty: bool = False
+) -> list[str]:
+    """Return the arguments of kubectl that run `argv` in a container."""
+    options = []
+    if stdin:
+        options.append("--stdin")
+    if tty:
+        options.append("--tty")
+    return ["exec", *options, pod, f"--container={container}", "--", *argv]
 
 
 def problem() -> tuple[str, str] | None:
