@@ -217,18 +217,15 @@ class KubernetesBackend(Backend):
         """
         if problem := self.problem():
             raise UsageError(*problem)
+        config_maps = _of_kind("ConfigMap", plan)
         needs = preflight.Needs(
             plan.job_id,
             plan.attempt == 1,
-            _pods(plan),
+            _of_kind("Pod", plan),
             _text(plan),
             secrets=bool(plan.job.secrets),
             gpu_resource=manifests.options_of(job).gpu_resource,
-            own=frozenset(
-                document["metadata"]["name"]
-                for document in _documents(plan)
-                if document["kind"] == "ConfigMap"
-            ),
+            own=frozenset(document["metadata"]["name"] for document in config_maps),
         )
         self._skipped[plan.job_id] = preflight.check(_client(plan), needs)
 
@@ -239,18 +236,17 @@ class KubernetesBackend(Backend):
         job has been running.
         """
         client = _client(plan)
+        attempt = _attempt(plan)
         with self._lock:
-            self._attempts[plan.job_id, plan.attempt] = attempt = _attempt(plan)
+            self._attempts[plan.job_id, plan.attempt] = attempt
         secret: list[str] = []
         try:
             if plan.job.secrets:  # apart from the others, because a later try cannot create it again
                 if plan.attempt > 1:  # an attempt that could not be cleaned up may have left it
                     client.delete("secrets", _selector(plan, all_attempts=True))
                 values = manifests.secret(plan.job, manifests.options_of(plan.job), secrets)
-                secret = client.create(_as_text([manifests.launched_by(values, _user())]))
-            client.create(
-                _as_text([manifests.launched_by(document, _user()) for document in _documents(plan)])
-            )
+                secret = client.create(_as_text([values]))
+            client.create(_as_text(_documents(plan)))
         except ClusterError as error:
             if isinstance(error, QuotaError) and plan.attempt > 1:
                 attempt.retries.give_up(error.message, kinds=("ConfigMap", "Service", "Pod"))
@@ -272,9 +268,8 @@ class KubernetesBackend(Backend):
         `sizes` are the files of the working directory. Returns sentences for the user. Raises ClusterError.
         """
         targets = _input_targets(plan)
-        parts = [
-            files.Part(mount.source, targets[mount.target]) for mount in job.mounts if mount.target in targets
-        ]
+        mounts = [mount for mount in job.mounts if mount.target in targets]
+        parts = [files.Part(mount.source, targets[mount.target]) for mount in mounts]
         folder = Path(plan.run_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -287,9 +282,8 @@ class KubernetesBackend(Backend):
             if parts:
                 (folder / _INPUTS).write_text(json.dumps([asdict(part) for part in parts]) + "\n")
         except OSError as error:
-            raise ClusterError(
-                f"this machine: {error.filename} cannot be written: {error.strerror}"
-            ) from error
+            why = f"this machine: {error.filename} cannot be written: {error.strerror}"
+            raise ClusterError(why) from error
         return []
 
     def tend(self, record: JobRecord) -> list[str]:
@@ -302,23 +296,27 @@ class KubernetesBackend(Backend):
         attempt = self._known(plan)
         client = _client(plan)
         self._send_inputs(plan, attempt, client)
-        pairs = [*zip(attempt.monitors, attempt.states, strict=False)]
-        _ask_again(client, {monitor.pod: state for monitor, state in pairs if monitor.misses_deletion(state)})
+        overdue = {}
+        # strict=False: an attempt has no states before its first poll
+        for monitor, state in zip(attempt.monitors, attempt.states, strict=False):
+            if monitor.misses_deletion(state):
+                overdue[monitor.pod] = state
+        _ask_again(client, overdue)
         retries = attempt.retries
         if retries.is_waiting:
             return self._try_again(plan, attempt, client)
         half_s = retries.note(is_half_started(attempt.states))
         if options.kueue_queue or half_s <= options.half_started_s:
             return []
+        count = len(attempt.states)
         with_machine = sum(bool(state.host) for state in attempt.states)
         waits = next(state.status.detail for state in attempt.states if state.wants_room)
         with attempt.lock:  # no poll may see that the pods are gone
             _delete(client, "pods", _selector(plan))
-            wait_s = retries.give_up(
-                f"{with_machine} of {len(attempt.states)} pods had a machine for {half_s:.0f} s"
-            )
+            why = f"{with_machine} of {count} pods had a machine for {half_s:.0f} s"
+            wait_s = retries.give_up(why)
         return [
-            f"only {with_machine} of {len(attempt.states)} pods found a machine ({waits}): gave it back to other jobs; "
+            f"only {with_machine} of {count} pods found a machine ({waits}): gave it back to other jobs; "
             f"try {retries.tries + 1} in {wait_s:.0f} s"
         ]
 
@@ -328,20 +326,22 @@ class KubernetesBackend(Backend):
 
     def observe_all(self, plans: Sequence[Plan]) -> list[Sequence[NodeStatus] | ClusterError]:
         """List the pods of each namespace once. Each running pod still takes one command for its agent."""
-        spaces: dict[tuple[str, str], list[int]] = {}
+        indices: dict[tuple[str, str], list[int]] = {}
         for index, plan in enumerate(plans):
-            spaces.setdefault(_space(plan), []).append(index)
-        names = {str(number): space for number, space in enumerate(spaces)}
-        statuses_of_space = parallel.each(
-            [*names],
-            lambda name: self._monitor.statuses_of([plans[k] for k in spaces[names[name]]], *names[name]),
-        )
-        made: dict[int, Sequence[NodeStatus] | ClusterError] = {}
-        for name, answers in statuses_of_space.items():
-            of_space = spaces[names[name]]
-            each = [answers] * len(of_space) if isinstance(answers, ClusterError) else answers
-            made |= dict(zip(of_space, each, strict=True))
-        return [made[index] for index in range(len(plans))]
+            indices.setdefault(_space(plan), []).append(index)
+        spaces = {str(number): space for number, space in enumerate(indices)}
+
+        def statuses_of(number: str) -> Sequence[Sequence[NodeStatus] | ClusterError]:
+            space = spaces[number]
+            return self._monitor.statuses_of([plans[index] for index in indices[space]], *space)
+
+        answers: dict[int, Sequence[NodeStatus] | ClusterError] = {}
+        for number, of_space in parallel.each([*spaces], statuses_of).items():
+            of_plans = indices[spaces[number]]
+            if isinstance(of_space, ClusterError):
+                of_space = [of_space] * len(of_plans)
+            answers |= dict(zip(of_plans, of_space, strict=True))
+        return [answers[index] for index in range(len(plans))]
 
     def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
         """Stop the ranks, collect the results, and delete the job's objects, or only those of the attempt.
@@ -359,8 +359,9 @@ class KubernetesBackend(Backend):
         listed = client.get("pods", _selector(plan, all_attempts=not only_attempt))
         running = [pod for pod in listed if waiting.observed("", pod).runs]
         silent, is_stopped = self._stop_ranks(plan, client, running, grace_s)
-        if listed and all(pod["status"].get("phase") == "Pending" for pod in listed):
-            attempt.has_run = bool(attempt.has_run)
+        are_pending = [pod["status"].get("phase") == "Pending" for pod in listed]
+        if listed and all(are_pending) and attempt.has_run is None:
+            attempt.has_run = False
         own = [pod for pod in running if pod["metadata"]["labels"].get(ATTEMPT_LABEL) == str(plan.attempt)]
         if own and not only_attempt and plan.nodes:
             attempt.collected = self._collect(plan, client, skip=silent)
@@ -382,9 +383,8 @@ class KubernetesBackend(Backend):
             raise UsageError(f"{node.name}: its pod {name} does not exist") from error
         state = waiting.observed(node.name, pod)
         if not state.runs:
-            raise UsageError(
-                f"{node.name}: its container does not run: {state.status.detail or state.status.phase}"
-            )
+            why = state.status.detail or state.status.phase
+            raise UsageError(f"{node.name}: its container does not run: {why}")
         return client.exec_argv(name, script.in_setup(record.job, argv), tty=tty)
 
     def collect(self, plan: Plan) -> list[str]:
@@ -419,11 +419,8 @@ class KubernetesBackend(Backend):
             listed = client.get("pods", f"--selector={OURS}") if of_launch else []
         except ClusterError as error:
             return {self.name: error}
-        running = {
-            pod["metadata"]["labels"].get(LAUNCH_LABEL, "")
-            for pod in listed
-            if pod["status"].get("phase") in ("Pending", "Running")
-        }
+        alive = [pod for pod in listed if pod["status"].get("phase") in ("Pending", "Running")]
+        running = {pod["metadata"]["labels"].get(LAUNCH_LABEL, "") for pod in alive}
         jobs = []
         for launch, kinds in sorted(of_launch.items()):
             is_own = launch.user == _user()
@@ -435,9 +432,7 @@ class KubernetesBackend(Backend):
     def remove(self, inventory: Inventory, found: FoundJob) -> None:
         """Delete everything of a launch, and wait for its end. Raises ClusterError."""
         client = _client_of(inventory.settings)
-        kinds = [
-            kind for kind in _ALL_KINDS if client.run("auth", "can-i", "delete", kind).out.strip() == "yes"
-        ]
+        kinds = [kind for kind in _ALL_KINDS if _may_delete(client, kind)]
         with waits.waiting(f"Kubernetes to delete {found.job}", _DELETE_GRACE_S + _REMOVAL_S):
             _delete(client, ",".join(kinds) or "pods", _launch_selector(found.launch_id))
 
@@ -470,16 +465,17 @@ class KubernetesBackend(Backend):
             if attempt.retries.is_waiting:
                 waits = NodeStatus("", "pending", detail=attempt.retries.detail, starts_over=True)
                 return {node.name: replace(waits, node=node.name) for node in plan.nodes}
-            if time.monotonic() - attempt.polled_at >= pods.INTERVAL_S:
-                listed = listed or pods.Listed(_client(plan), _selector(plan))
-                statuses, attempt.states = pods.poll(_client(plan), plan, attempt.monitors, listed)
-                attempt.statuses = {status.node: self._with_transfer(attempt, status) for status in statuses}
-                attempt.polled_at = time.monotonic()
-                idle = [state.status.phase == "pending" or state.is_final for state in attempt.states]
-                if any(state.runs for state in attempt.states):
-                    attempt.has_run = True
-                elif attempt.has_run is None and all(idle):
-                    attempt.has_run = False
+            if time.monotonic() - attempt.polled_at < pods.INTERVAL_S:
+                return attempt.statuses
+            listed = listed or pods.Listed(_client(plan), _selector(plan))
+            statuses, attempt.states = pods.poll(_client(plan), plan, attempt.monitors, listed)
+            attempt.statuses = {status.node: self._with_transfer(attempt, status) for status in statuses}
+            attempt.polled_at = time.monotonic()
+            are_idle = [state.status.phase == "pending" or state.is_final for state in attempt.states]
+            if any(state.runs for state in attempt.states):
+                attempt.has_run = True
+            elif attempt.has_run is None and all(are_idle):
+                attempt.has_run = False
             return attempt.statuses
 
     def _with_transfer(self, attempt: _Attempt, status: NodeStatus) -> NodeStatus:
@@ -489,24 +485,27 @@ class KubernetesBackend(Backend):
             return status
         if transfer.error is not None and transfer.tries >= _SEND_TRIES:
             return replace(status, phase="exited", exit_code=1, detail=f"its files: {transfer.error.message}")
-        return replace(
-            status, detail=f"receives its files: {decimal(transfer.sent)} of {decimal(transfer.total)}"
-        )
+        progress = f"{decimal(transfer.sent)} of {decimal(transfer.total)}"
+        return replace(status, detail=f"receives its files: {progress}")
 
     def _send_inputs(self, plan: Plan, attempt: _Attempt, client: Kubectl) -> None:
         """Start the transfers to the pods whose init container waits for files."""
         for monitor, state in zip(attempt.monitors, attempt.states, strict=False):
+            if not state.receives:
+                continue
             transfer = attempt.transfers.get(monitor.name)
-            if not state.receives or (transfer and (transfer.is_running or transfer.tries >= _SEND_TRIES)):
+            if transfer and (transfer.is_running or transfer.tries >= _SEND_TRIES):
                 continue
             parts = _kept_parts(plan)
             transfer = transfer or _Transfer(sum(part.size for part in parts))
             attempt.transfers[monitor.name] = transfer
-            words = []
-            if kept := manifests.kept_workdir(plan.job, manifests.options_of(plan.job)):
-                launch = Path(plan.run_dir, _INPUTS_TAR).stat().st_mtime_ns
-                words = [_KEPT, kept, str(launch), *(["fill"] if monitor is attempt.monitors[0] else [])]
-            transfer.start(client, monitor.pod, plan.job.python, parts, words)
+            kept = []
+            if folder := manifests.kept_workdir(plan.job, manifests.options_of(plan.job)):
+                launched_at = Path(plan.run_dir, _INPUTS_TAR).stat().st_mtime_ns
+                kept = [_KEPT, folder, str(launched_at)]
+                if monitor is attempt.monitors[0]:
+                    kept.append("fill")
+            transfer.start(client, monitor.pod, plan.job.python, parts, kept)
 
     def _try_again(self, plan: Plan, attempt: _Attempt, client: Kubectl) -> list[str]:
         """Create the pods of the attempt again, if it is time."""
@@ -515,7 +514,7 @@ class KubernetesBackend(Backend):
             return []
         try:
             wanted = [document for document in _documents(plan) if document["kind"] in retries.kinds]
-            client.create(_as_text([manifests.launched_by(document, _user()) for document in wanted]))
+            client.create(_as_text(wanted))
         except QuotaError as error:
             retries.give_up(error.message, kinds=retries.kinds)
             return []
@@ -579,14 +578,15 @@ class KubernetesBackend(Backend):
 
     def _collect(self, plan: Plan, client: Kubectl, skip: Collection[str]) -> list[str]:
         """Copy the results from the first pod that answers, of the others only the ranks' logs."""
-        listed = {
-            pod["metadata"]["name"]: pod for pod in client.get("pods", _selector(plan, all_attempts=False))
-        }
-        ranks = {manifests.pod_of(plan, node): node for node in plan.nodes}
-        states = {
-            name: waiting.observed(ranks[name].name, pod) for name, pod in listed.items() if name in ranks
-        }
-        readable = [name for name in ranks if name in states and states[name].runs and name not in skip]
+        nodes = {manifests.pod_of(plan, node): node for node in plan.nodes}
+        running = {}
+        for pod in client.get("pods", _selector(plan)):
+            name = pod["metadata"]["name"]
+            if name in nodes:
+                state = waiting.observed(nodes[name].name, pod)
+                if state.runs:
+                    running[name] = state
+        readable = [name for name in nodes if name in running and name not in skip]
         collected = Path(plan.attempt_dir, _COLLECTED)
         if not readable and collected.exists():
             return []  # another process has collected them, such as the supervisor in the background
@@ -597,30 +597,29 @@ class KubernetesBackend(Backend):
         python = plan.job.python
 
         def copy(pod: str) -> None:
-            logs_of = f"attempt-{plan.attempt}/ranks/{ranks[pod].name}"
             fetch = partial(files.fetch, client, pod, python)
             if pod != readable[0]:
-                fetch(f"{folder}/{logs_of}", f"{plan.run_dir}/{logs_of}", run_dir=plan.run_dir)
+                logs = f"attempt-{plan.attempt}/ranks/{nodes[pod].name}"
+                fetch(f"{folder}/{logs}", f"{plan.run_dir}/{logs}", run_dir=plan.run_dir)
                 return
             # An earlier job of this name may have left attempts in the volume that this job has yet to make.
             later = (f"/attempt-{number}" for number in range(plan.attempt + 1, plan.job.max_restarts + 2))
             fetch(folder, plan.run_dir, excluded=(*results.NOT_RESULTS, f"/{WORKDIR}", *later))
             if plan.workdir:
-                since = states[pod].started_at
+                since = running[pod].started_at
                 target = f"{plan.run_dir}/{WORKDIR}"
                 fetch(plan.workdir, target, since=since, compare=plan.workdir, run_dir=plan.run_dir)
 
         copied = interruptible(lambda: parallel.each(readable, copy))
-        failures = [
-            f"not copied: {error.message}" for error in copied.values() if isinstance(error, ClusterError)
-        ]
+        errors = [error for error in copied.values() if isinstance(error, ClusterError)]
+        failures = [f"not copied: {error.message}" for error in errors]
         if not failures:
             with suppress(OSError):
                 collected.touch()
         elif collected.exists():  # another process has done it meanwhile, and released the containers
             return []
-        if readable[0] != next(iter(ranks)):
-            failures.append(f"the results here come from {ranks[readable[0]].name}")
+        if readable[0] != next(iter(nodes)):
+            failures.append(f"the results here come from {nodes[readable[0]].name}")
         return failures
 
 
@@ -632,12 +631,13 @@ def _delete(client: Kubectl, kinds: str, selector: str, grace_s: int = _DELETE_G
     """
     client.delete(kinds, selector, grace_s=grace_s)
     clock = AwakeClock()
-    until = clock() + grace_s + _REMOVAL_S
+    forced_at = clock() + grace_s
+    until = forced_at + _REMOVAL_S
     ask_at = clock() + grace_s + pods.MISSED_S
     while left := client.get("pods", selector):
         states = {pod["metadata"]["name"]: waiting.observed("", pod) for pod in left}
         lost = [name for name, state in states.items() if state.host_is_silent]
-        if clock() > until - _REMOVAL_S:  # nothing runs in these, and a kubelet may take a minute to say so
+        if clock() > forced_at:  # nothing runs in these, and a kubelet may take a minute to say so
             lost += [name for name, state in states.items() if not state.runs]
         if lost:
             client.delete("pods", *lost, force=True)
@@ -668,7 +668,8 @@ def _client(plan: Plan) -> Kubectl:
 def _space(plan: Plan) -> tuple[str, str]:
     """Return the context and the namespace of the plan's job."""
     assert plan.job.queue is not None
-    return plan.job.queue.settings.get("context", ""), plan.job.queue.settings.get("namespace", "")
+    settings = plan.job.queue.settings
+    return settings.get("context", ""), settings.get("namespace", "")
 
 
 def _client_of(settings: Mapping[str, Any]) -> Kubectl:
@@ -679,6 +680,10 @@ def _selector(plan: Plan, *, all_attempts: bool = False) -> str:
     """Return the option that selects the objects of a launch, or only those of the plan's attempt."""
     launch = _launch_selector(plan.job.launch_id)
     return launch if all_attempts else f"{launch},{ATTEMPT_LABEL}={plan.attempt}"
+
+
+def _may_delete(client: Kubectl, kind: str) -> bool:
+    return client.run("auth", "can-i", "delete", kind).out.strip() == "yes"
 
 
 def _launches_with(client: Kubectl, kind: str) -> list["_Launch"]:
@@ -722,13 +727,14 @@ def _documents(plan: Plan) -> list[dict[str, Any]]:
     return [document for document in yaml.safe_load_all(_text(plan)) if document]
 
 
-def _pods(plan: Plan) -> list[dict[str, Any]]:
-    return [document for document in _documents(plan) if document["kind"] == "Pod"]
+def _of_kind(kind: str, plan: Plan) -> list[dict[str, Any]]:
+    return [document for document in _documents(plan) if document["kind"] == kind]
 
 
-def _as_text(documents: Sequence[Mapping[str, Any]]) -> str:
-    """Return a manifest; JSON is YAML, too."""
-    return "".join(f"---\n{json.dumps(document)}\n" for document in documents)
+def _as_text(documents: Sequence[dict[str, Any]]) -> str:
+    """Return a manifest of objects with the label of this user; JSON is YAML, too."""
+    labelled = [manifests.launched_by(document, _user()) for document in documents]
+    return "".join(f"---\n{json.dumps(document)}\n" for document in labelled)
 
 
 def _input_targets(plan: Plan) -> dict[str, str]:
