@@ -106,33 +106,39 @@ def settings(listed: Mapping[str, Any], given: Mapping[str, str]) -> Mapping[str
             value = Source(text, key).data  # texts stay texts, as in cluster.yaml
         except UsageError as error:
             raise UsageError(f"--set {key}={text}: not YAML", "quote it as for a shell") from error
-        inner, (*outer, last) = merged, words_of(key)
+        *outer, last = words_of(key)
+        inner = merged
         for word in outer:
-            if not isinstance(inner.get(word) or {}, dict):
+            below = inner.get(word) or {}
+            if not isinstance(below, dict):
                 raise UsageError(f"--set {key}: {word} has no keys", f"set it as a whole: --set {word}=VALUE")
-            inner[word] = inner = dict(inner.get(word) or {})
+            inner[word] = dict(below)
+            inner = inner[word]
         inner[last] = value
         if value is None and last in (_keys_at(outer) or inner):
             del inner[last]
     try:
         made = Options.model_validate(merged)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raised = first.get("ctx", {}).get("error")
-        where = ".".join(map(str, first["loc"]))
-        if isinstance(raised, UsageError):
-            place = f"--set {where}: " if where else f"--set {' --set '.join(given)}: " if given else ""
-            raise UsageError(f"{place}{raised.message}", raised.hint) from None
-        if first["type"] == "extra_forbidden":
-            *above, wrong = first["loc"]
-            hint = near_or_all(str(wrong), list(model_at(Options, above).model_fields))
-            raise UsageError(f"--set {where}: unknown key", hint) from None
-        if first["type"] in ("dict_type", "model_type"):
-            raise UsageError(
-                f"--set {where}: must be keys and values", f"for example: --set {where}.key=value"
-            ) from None
-        raise UsageError(f"--set {where}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+        raise _invalid(error.errors(include_url=False)[0], list(given)) from None
     return made.model_dump(mode="json", exclude_defaults=True)
+
+
+def _invalid(error: Mapping[str, Any], given: Sequence[str]) -> UsageError:
+    """Return the error for a setting of the command line that pydantic refuses; `given` are the keys of all."""
+    place = ".".join(map(str, error["loc"])) or " --set ".join(given)  # settings that contradict each other have none
+    option = f"--set {place}"
+    raised = error.get("ctx", {}).get("error")
+    if isinstance(raised, UsageError):
+        return UsageError(f"{option}: {raised.message}", raised.hint)
+    if error["type"] == "extra_forbidden":
+        *above, wrong = error["loc"]
+        hint = near_or_all(str(wrong), list(model_at(Options, above).model_fields))
+        return UsageError(f"{option}: unknown key", hint)
+    if error["type"] in ("dict_type", "model_type"):
+        return UsageError(f"{option}: must be keys and values", f"for example: {option}.key=value")
+    message = error["msg"]
+    return UsageError(f"{option}: {message[0].lower()}{message[1:]}")
 
 
 def words_of(key: str) -> list[str]:
@@ -176,21 +182,23 @@ def documents(job: Job, options: Options, *, attempt: int, port: int, merge: Mer
         "ports": [{"name": "rendezvous", "port": port}],
     }
     agent = _object("ConfigMap", agent_name(job, attempt), options, labels(job, attempt))
+    archive = base64.b64encode(scripts.archive()).decode()
     # in lines, as kubectl itself prints it
-    agent["binaryData"] = {
-        "agent.pyz": textwrap.fill(base64.b64encode(scripts.archive()).decode(), 120) + "\n"
-    }
+    agent["binaryData"] = {"agent.pyz": textwrap.fill(archive, 120) + "\n"}
     pods = [_pod(job, options, rank, attempt=attempt, port=port) for rank in range(job.nodes)]
     patch = options.pod.model_dump(mode="json", exclude_defaults=True)
-    return [agent, service, *(merge(pods, patch, NODE_CONTAINER) if patch else pods)]
+    if patch:
+        pods = merge(pods, patch, NODE_CONTAINER)
+    return [agent, service, *pods]
 
 
 def secret(job: Job, options: Options, values: Mapping[str, str]) -> Document:
     """Return the Secret with the values of the job's secrets, to which the pods refer. No plan contains it."""
     made = _object("Secret", f"{job.name}-secrets", options, labels(job))
-    data = {
-        name: base64.b64encode(values[name].encode(errors="surrogateescape")).decode() for name in job.secrets
-    }
+    data = {}
+    for name in job.secrets:
+        value = values[name].encode(errors="surrogateescape")
+        data[name] = base64.b64encode(value).decode()
     return {**made, "type": "Opaque", "data": data}
 
 
@@ -203,7 +211,8 @@ def labels(job: Job, attempt: int = 0) -> dict[str, str]:
 def launched_by(document: Document, user: str) -> Document:
     """Return an object with the label of who has launched it."""
     metadata = document["metadata"]
-    return {**document, "metadata": {**metadata, "labels": {**metadata["labels"], USER_LABEL: user}}}
+    labelled = {**metadata, "labels": {**metadata["labels"], USER_LABEL: user}}
+    return {**document, "metadata": labelled}
 
 
 def user_label(name: str, number: int) -> str:
@@ -229,7 +238,8 @@ def agent_name(job: Job, attempt: int) -> str:
 
 def service_name(job: Job, attempt: int) -> str:
     """Return the name of an attempt's Service. Unlike that of a job or pod, it cannot begin with a digit."""
-    return f"{'' if job.name[0].isalpha() else 'job-'}{job.name}-a{attempt}"
+    prefix = "" if job.name[0].isalpha() else "job-"
+    return f"{prefix}{job.name}-a{attempt}"
 
 
 def master(job: Job, attempt: int) -> str:
@@ -272,17 +282,17 @@ def comment(job: Job, options: Options, *, attempt: int) -> list[str]:
         lines.append(f"  {command} create secret generic {job.name}-secrets --from-env-file=FILE")
     if inputs(job):
         kept = kept_workdir(job, options)
-        paths = shlex.join(
-            input_path(mount) for mount in inputs(job) if not (kept and mount.target == job.workdir)
-        )
+        copied = [mount for mount in inputs(job) if not (kept and mount.target == job.workdir)]
         pods = " ".join(pod_name(job, attempt, rank) for rank in range(job.nodes))
         lines.append("The pods wait for files of this machine. Once their init containers run:")
         if kept:
             first = f"{command} exec -i {pod_name(job, attempt, 0)} -c {FILES_CONTAINER} -- tar -x -C {kept}"
             lines.append(f"  tar -C {shlex.quote(job.workdir)} -c . | {first}")
         lines.append(f"  for pod in {pods}; do")
-        unpack = f"{command} exec -i $pod -c {FILES_CONTAINER} -- tar -x -C"
-        lines += [f"    tar -C / -c -- {paths} | {unpack} {INPUTS}"] if paths else []
+        if copied:
+            paths = shlex.join(input_path(mount) for mount in copied)
+            unpack = f"{command} exec -i $pod -c {FILES_CONTAINER} -- tar -x -C {INPUTS}"
+            lines.append(f"    tar -C / -c -- {paths} | {unpack}")
         lines.append(f"    {command} exec $pod -c {FILES_CONTAINER} -- touch {COMPLETE}")
         lines.append("  done")
     return lines
@@ -290,7 +300,8 @@ def comment(job: Job, options: Options, *, attempt: int) -> list[str]:
 
 def _object(kind: str, name: str, options: Options, found_by: Mapping[str, str]) -> Document:
     metadata: Document = {"name": name, "labels": {**options.labels, **found_by}}
-    metadata |= {"annotations": dict(options.annotations)} if options.annotations else {}
+    if options.annotations:
+        metadata["annotations"] = dict(options.annotations)
     return {"apiVersion": "v1", "kind": kind, "metadata": metadata}
 
 
@@ -303,11 +314,13 @@ def _pod(job: Job, options: Options, rank: int, *, attempt: int, port: int) -> D
         group = {_GROUP_COUNT: str(job.nodes), _GROUP_RETRIES: "false"}
         made["metadata"]["annotations"] = {**made["metadata"].get("annotations", {}), **group}
     volumes, mounts = _volumes(job, options, attempt)
+    spreads_itself = "topologySpreadConstraints" in options.pod.spec
     spec: Document = {
         "restartPolicy": "Never",
         "hostname": name,
         "subdomain": service,
-        **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if options.host_network else {}),
+        "hostNetwork": options.host_network or None,
+        "dnsPolicy": "ClusterFirstWithHostNet" if options.host_network else None,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "serviceAccountName": options.service_account,
@@ -316,7 +329,7 @@ def _pod(job: Job, options: Options, rank: int, *, attempt: int, port: int) -> D
         "imagePullSecrets": [{"name": secret} for secret in options.image_pull_secrets],
         "nodeSelector": dict(options.node_selector),
         "tolerations": _tolerations(job, options),
-        "topologySpreadConstraints": [] if "topologySpreadConstraints" in options.pod.spec else _spread(job),
+        "topologySpreadConstraints": [] if spreads_itself else _spread(job),
         "securityContext": _pod_security(options.security_context),
         "terminationGracePeriodSeconds": math.ceil(job.grace_s + contract.GRACE_MARGIN_S),
         "initContainers": [_files_container(job, options)] if inputs(job) else [],
@@ -331,6 +344,7 @@ def _node_container(
 ) -> Document:
     # With the machine's network, a declared port keeps two masters with the same port off one machine.
     ports = [{"containerPort": port}] if options.host_network and rank == 0 else []
+    capabilities = ["IPC_LOCK"] if options.devices else []
     container: Document = {
         "name": NODE_CONTAINER,
         "image": job.image,
@@ -341,9 +355,7 @@ def _node_container(
         "ports": ports,
         "env": _environment(job, options, rank, attempt=attempt, port=port),
         "resources": _resources(job, options, with_devices=True),
-        "securityContext": _container_security(
-            options.security_context, ["IPC_LOCK"] if options.devices else []
-        ),
+        "securityContext": _container_security(options.security_context, capabilities),
         "volumeMounts": list(mounts),
     }
     return _given(container)
@@ -356,15 +368,14 @@ def _files_container(job: Job, options: Options) -> Document:
         # Kubernetes would make this folder for the subPath, as root, which not every volume allows.
         wait = f"mkdir -p {kept} && {{ {_WAIT_FOR_ALL.format(sent=f'{kept}/{SENT}')}; }}"
         mounts.append(_given({"name": RUNS_VOLUME, "mountPath": RUNS, "subPath": options.runs.sub_path}))
+    unprivileged = options.security_context.model_copy(update={"privileged": None, "add_capabilities": ()})
     container: Document = {
         "name": FILES_CONTAINER,
         "image": job.image,
         "imagePullPolicy": options.image_pull_policy or _pull_policy(job.image),
         "command": ["sh", "-c", wait],
         "resources": _resources(job, options, with_devices=False),
-        "securityContext": _container_security(
-            options.security_context.model_copy(update={"privileged": None, "add_capabilities": ()}), []
-        ),
+        "securityContext": _container_security(unprivileged, []),
         "volumeMounts": mounts,
     }
     return _given(container)
@@ -380,50 +391,50 @@ def _pull_policy(image: str) -> str:
 def _environment(job: Job, options: Options, rank: int, *, attempt: int, port: int) -> list[Document]:
     """Return the variables of a node. `job.env` does not override the contract's."""
     gpus = range(job.most_procs if job.device == "cuda" else 0)  # a container numbers its GPUs from 0
+    rendezvous = (master(job, attempt), port)
     values = {
         **job.env,
         contract.NODE: f"node-{rank}",
         "PET_NODE_RANK": str(rank),
-        **script.shared_environment(
-            job, "kubernetes", attempt, f"{RUNS}/{job.name}", (master(job, attempt), port)
-        ),
+        **script.shared_environment(job, "kubernetes", attempt, f"{RUNS}/{job.name}", rendezvous),
         contract.NODES_ON_HOST: "1",
         contract.RENDEZVOUS_TIMEOUT: f"{job.rendezvous_timeout_s:g}",
         contract.HOLD: str(_HOLD_S[not options.runs.is_persistent]),
         **script.gpu_environment(job, gpus),
     }
-    plain = [{"name": name, "value": _literal(value)} for name, value in values.items()]
-    refer = [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": f"{job.name}-secrets", "key": name}}}
-        for name in job.secrets
-    ]
-    return [*plain, *refer]
+    variables: list[Document] = [{"name": name, "value": _literal(value)} for name, value in values.items()]
+    for name in job.secrets:
+        key = {"name": f"{job.name}-secrets", "key": name}
+        variables.append({"name": name, "valueFrom": {"secretKeyRef": key}})
+    return variables
 
 
 def _resources(job: Job, options: Options, *, with_devices: bool) -> Document:
     limits = dict(options.limits)
     if with_devices:
         limits |= {name: str(count) for name, count in options.devices.items()}
-        limits |= {options.gpu_resource: str(job.most_procs)} if job.device == "cuda" else {}
+        if job.device == "cuda":
+            limits[options.gpu_resource] = str(job.most_procs)
     return _given({"requests": dict(options.requests), "limits": limits})
 
 
 def _tolerations(job: Job, options: Options) -> list[Document]:
     """Return the section's tolerations, and those of the taint that keeps other pods off machines with GPUs."""
-    made: list[Document] = []
+    tolerations: list[Document] = []
     if job.device == "cuda":
-        taints = dict.fromkeys([f"{options.gpu_resource.partition('/')[0]}/gpu", options.gpu_resource])
-        made = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
-    for toleration in options.tolerations:
+        domain = options.gpu_resource.partition("/")[0]
+        taints = dict.fromkeys([f"{domain}/gpu", options.gpu_resource])
+        tolerations = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
+    for given in options.tolerations:
         fields: Document = {
-            "key": toleration.key,
-            "operator": toleration.operator or ("Equal" if toleration.value else "Exists"),
-            "value": toleration.value,
-            "effect": toleration.effect,
-            "tolerationSeconds": toleration.seconds,
+            "key": given.key,
+            "operator": given.operator or ("Equal" if given.value else "Exists"),
+            "value": given.value,
+            "effect": given.effect,
+            "tolerationSeconds": given.seconds,
         }
-        made.append(_given(fields))
-    return made
+        tolerations.append(_given(fields))
+    return tolerations
 
 
 def _spread(job: Job) -> list[Document]:
@@ -443,38 +454,12 @@ def _volumes(job: Job, options: Options, attempt: int) -> tuple[list[Document], 
 
     A claim that is mounted twice is one volume: with two, old versions of Kubernetes wait for ever.
     """
-    runs = options.runs
-    runs_source = _source(runs.claim, runs.host_path)
-    memory = {"medium": "Memory", **({"sizeLimit": options.shared_memory} if options.shared_memory else {})}
-    wanted: list[tuple[str, Document, Document]] = [
-        (
-            "agent",
-            {"configMap": {"name": agent_name(job, attempt)}},
-            {"mountPath": _AGENT_FOLDER, "readOnly": True},
-        ),
-        ("shm", {"emptyDir": memory}, {"mountPath": "/dev/shm"}),
-        (RUNS_VOLUME, runs_source, {"mountPath": RUNS, "subPath": runs.sub_path}),
-    ]
-    for entry in options.volumes:
-        mount = {"mountPath": entry.path, "subPath": entry.sub_path, "readOnly": entry.read_only or None}
-        wanted.append(("", _source(entry.claim, entry.host_path, entry.empty_dir), mount))
-    wanted += [
-        ("", _source(None, mount.source), {"mountPath": mount.target, "readOnly": mount.read_only or None})
-        for mount in job.mounts
-        if not mount.synced
-    ]
-    kept = kept_workdir(job, options)
-    for sent in inputs(job):
-        if kept and sent.target == job.workdir:
-            below = "/".join(filter(None, [runs.sub_path, kept.removeprefix(f"{RUNS}/")]))
-            wanted.append((RUNS_VOLUME, runs_source, {"mountPath": sent.target, "subPath": below}))
-            continue
-        mount = {"mountPath": sent.target, "subPath": input_path(sent), "readOnly": sent.read_only or None}
-        wanted.append((INPUTS_VOLUME, {"emptyDir": {}}, mount))
+    volumes: list[Document] = []
     # The init container needs the volume of the files even if the node's container mounts none of them.
-    volumes: list[Document] = [{"name": INPUTS_VOLUME, "emptyDir": {}}] if kept else []
+    if kept_workdir(job, options):
+        volumes.append({"name": INPUTS_VOLUME, "emptyDir": {}})
     mounts: list[Document] = []
-    for name, source, mount in wanted:
+    for name, source, mount in _mounted(job, options, attempt):
         volume = {"name": name or f"volume-{len(volumes) - 2}", **source}
         same = next((other for other in volumes if _is_same_volume(other, volume)), None)
         if same is None:
@@ -482,6 +467,35 @@ def _volumes(job: Job, options: Options, attempt: int) -> tuple[list[Document], 
         mounts.append(_given({"name": (same or volume)["name"], **mount}))
     _refuse_twice([mount["mountPath"] for mount in mounts])
     return volumes, mounts
+
+
+def _mounted(job: Job, options: Options, attempt: int) -> list[tuple[str, Document, Document]]:
+    """Return the name ("" for a number), the source and the mount of each volume of a node's container."""
+    runs = options.runs
+    runs_source = _source(runs.claim, runs.host_path)
+    agent_source = {"configMap": {"name": agent_name(job, attempt)}}
+    memory = _given({"medium": "Memory", "sizeLimit": options.shared_memory})
+    mounted: list[tuple[str, Document, Document]] = [
+        ("agent", agent_source, {"mountPath": _AGENT_FOLDER, "readOnly": True}),
+        ("shm", {"emptyDir": memory}, {"mountPath": "/dev/shm"}),
+        (RUNS_VOLUME, runs_source, {"mountPath": RUNS, "subPath": runs.sub_path}),
+    ]
+    for volume in options.volumes:
+        mount = {"mountPath": volume.path, "subPath": volume.sub_path, "readOnly": volume.read_only or None}
+        mounted.append(("", _source(volume.claim, volume.host_path, volume.empty_dir), mount))
+    for folder in job.mounts:
+        if not folder.synced:
+            mount = {"mountPath": folder.target, "readOnly": folder.read_only or None}
+            mounted.append(("", _source(None, folder.source), mount))
+    kept = kept_workdir(job, options)
+    for sent in inputs(job):
+        if kept and sent.target == job.workdir:
+            below = "/".join(filter(None, [runs.sub_path, kept.removeprefix(f"{RUNS}/")]))
+            mounted.append((RUNS_VOLUME, runs_source, {"mountPath": sent.target, "subPath": below}))
+            continue
+        mount = {"mountPath": sent.target, "subPath": input_path(sent), "readOnly": sent.read_only or None}
+        mounted.append((INPUTS_VOLUME, {"emptyDir": {}}, mount))
+    return mounted
 
 
 def _is_same_volume(one: Document, other: Document) -> bool:
@@ -500,10 +514,8 @@ def _source(claim: str | None, host_path: str | None, size: str | None = None) -
 def _refuse_twice(paths: Sequence[str]) -> None:
     for path in paths:
         if paths.count(path) > 1:
-            why = f"{path} would be mounted twice in the containers"
-            raise UsageError(
-                why, "choose another path: --mount SOURCE:PATH, or volumes under kubernetes in cluster.yaml"
-            )
+            hint = "choose another path: --mount SOURCE:PATH, or volumes under kubernetes in cluster.yaml"
+            raise UsageError(f"{path} would be mounted twice in the containers", hint)
 
 
 def _pod_security(security: SecurityContext) -> Document:
