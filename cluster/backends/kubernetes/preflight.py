@@ -82,19 +82,15 @@ def _referred(spec: Mapping[str, Any], kind: str) -> set[str]:
     refs = list(spec.get("imagePullSecrets", ())) if kind == "secret" else []
     word = "secret" if kind == "secret" else "configMap"
     for volume in spec.get("volumes", ()):
-        sources = (volume, *volume.get("projected", {}).get("sources", ()))
-        refs += [
-            {"name": source[word].get("secretName"), **source[word]} for source in sources if word in source
-        ]
+        for source in (volume, *volume.get("projected", {}).get("sources", ())):
+            if word in source:
+                refs.append({"name": source[word].get("secretName"), **source[word]})
     for container in (*spec.get("initContainers", ()), *spec["containers"]):
         refs += [source[f"{word}Ref"] for source in container.get("envFrom", ()) if f"{word}Ref" in source]
-        froms = [variable.get("valueFrom", {}) for variable in container.get("env", ())]
-        refs += [source[f"{word}KeyRef"] for source in froms if f"{word}KeyRef" in source]
-    return {
-        str(reference["name"])
-        for reference in refs
-        if reference.get("name") and not reference.get("optional")
-    }
+        sources = [variable.get("valueFrom", {}) for variable in container.get("env", ())]
+        refs += [source[f"{word}KeyRef"] for source in sources if f"{word}KeyRef" in source]
+    needed = [reference for reference in refs if not reference.get("optional")]
+    return {str(reference["name"]) for reference in needed if reference.get("name")}
 
 
 def check(kubectl: Kubectl, needs: Needs) -> list[str]:
@@ -140,14 +136,15 @@ def _raise(errors: Sequence[ClusterError]) -> None:
     for error in errors:
         if not isinstance(error, UsageError):
             raise error
-    kinds = (NameTakenError, GpusHeldError)
-    usage_errors = [error for error in errors if isinstance(error, UsageError)]
-    preflight.refuse(
-        [
-            next((kind for kind in kinds if isinstance(error, kind)), UsageError)(error.message, error.hint)
-            for error in usage_errors
-        ]
-    )
+    preflight.refuse([_generalized(error) for error in errors])
+
+
+def _generalized(error: ClusterError) -> UsageError:
+    """Return the error as one of the kinds that `preflight.refuse` joins; kubectl's are subclasses of them."""
+    for kind in (NameTakenError, GpusHeldError):
+        if isinstance(error, kind):
+            return kind(error.message, error.hint)
+    return UsageError(error.message, error.hint)
 
 
 def _refuse_absent(kubectl: Kubectl) -> None:
@@ -169,19 +166,18 @@ def _refuse_absent(kubectl: Kubectl) -> None:
 def _rights(kubectl: Kubectl, needs: Needs) -> None:
     wanted = [*RIGHTS, *(SECRET_RIGHTS if needs.secrets else ())]
     rules = kubectl.text("auth", "can-i", "--list", "--no-headers")
-    missing = [(verb, kind) for verb, kind in wanted if not _is_allowed(rules, verb, kind)]
+    unlisted = [(verb, kind) for verb, kind in wanted if not _is_allowed(rules, verb, kind)]
 
     def refused(right: tuple[str, str]) -> bool:  # the list may be incomplete, for example with a webhook
         return kubectl.run("auth", "can-i", *right).out.strip() != "yes"
 
     with ThreadPoolExecutor(4) as pool:
-        missing = [
-            right for right, is_missing in zip(missing, pool.map(refused, missing), strict=True) if is_missing
-        ]
-    if missing:
-        verbs: dict[str, list[str]] = {}
-        for verb, kind in missing:
+        are_refused = list(pool.map(refused, unlisted))
+    verbs: dict[str, list[str]] = {}
+    for (verb, kind), is_refused in zip(unlisted, are_refused, strict=True):
+        if is_refused:
             verbs.setdefault(kind, []).append(verb)
+    if verbs:
         which = "; ".join(f"{', '.join(names)} {kind}" for kind, names in verbs.items())
         where = f"the namespace {kubectl.namespace}" if kubectl.namespace else "this namespace"
         raise UsageError(f"missing permissions in {where}: {which}", RIGHTS_HINT)
@@ -191,12 +187,11 @@ def _is_allowed(rules: str, verb: str, resource: str) -> bool:
     """Return whether the output of `kubectl auth can-i --list` allows a verb for all objects of a resource."""
     for line in rules.splitlines():
         match = re.fullmatch(r"(\S*)\s+\[(.*?)\]\s+\[(.*?)\]\s+\[(.*?)\]\s*", line)
-        if (
-            match
-            and match[1] in (resource, "*.*", "*")
-            and not match[3]
-            and {verb, "*"} & set(match[4].split())
-        ):
+        if not match:
+            continue
+        resources, _, names, verbs = match.groups()
+        is_for_all = resources in (resource, "*.*", "*") and not names
+        if is_for_all and {verb, "*"} & set(verbs.split()):
             return True
     return False
 
@@ -254,12 +249,14 @@ def _devices(kubectl: Kubectl, needs: Needs) -> list[str]:
     selector = needs.pods[0]["spec"].get("nodeSelector", {})
     fitting = [node for node in nodes if selector.items() <= node["metadata"].get("labels", {}).items()]
     have = [{name: _allocatable(node, name) for name in wanted} for node in fitting]
-    slots = sum(min(free[name] // count for name, count in wanted.items()) for free in have)
+    slots = 0
+    for counts in have:
+        slots += min(counts[name] // count for name, count in wanted.items())
     if slots >= len(needs.pods):
         return []
     what = f"{len(needs.pods)} pods need {of_each} each"
     for resource in wanted:
-        if any(free[resource] for free in have):
+        if any(counts[resource] for counts in have):
             continue
         hint = f"devices: {_IN_CLUSTER_YAML}"
         if resource == needs.gpu_resource:
@@ -315,10 +312,9 @@ def _claims(kubectl: Kubectl, needs: Needs) -> list[str]:
         hint = f"claim: {_IN_CLUSTER_YAML}; kubectl get persistentvolumeclaim lists those that exist"
         raise UsageError(f"the namespace has no PersistentVolumeClaim {', '.join(missing)}", hint)
     if single:
-        why = f"PersistentVolumeClaim {', '.join(single)}: its access mode is ReadWriteOncePod, so only one of the job's"
-        raise UsageError(
-            f"{why} {len(needs.pods)} pods can mount it", "use a claim with ReadWriteMany, or --nodes 1"
-        )
+        which = f"PersistentVolumeClaim {', '.join(single)}"
+        why = f"its access mode is ReadWriteOncePod, so only one of the job's {len(needs.pods)} pods can mount it"
+        raise UsageError(f"{which}: {why}", "use a claim with ReadWriteMany, or --nodes 1")
     return notes
 
 
@@ -336,14 +332,12 @@ def _quota(kubectl: Kubectl, needs: Needs) -> list[str]:
             need = wanted.get(resource, Decimal(0))
             have = amount(str(limit))
             if need > have:
-                hint = "ask for more, or use fewer: --nodes, --gpus"
-                raise UsageError(
-                    f"the quota {name} allows {limit} {resource}, but the job needs {_plain(need)}", hint
-                )
+                why = f"the quota {name} allows {limit} {resource}, but the job needs {_plain(need)}"
+                raise UsageError(why, "ask for more, or use fewer: --nodes, --gpus")
             if need and need + amount(str(used.get(resource, "0"))) > have:
-                why = f"the job needs {_plain(need)} {resource}, but {used[resource]} of the quota {name}'s {limit} are"
+                in_use = f"{used[resource]} of the quota {name}'s {limit} are in use"
                 hint = "wait until other jobs of the namespace have ended"
-                raise GpusHeldError(f"{why} in use", hint)
+                raise GpusHeldError(f"the job needs {_plain(need)} {resource}, but {in_use}", hint)
     return []
 
 
@@ -358,10 +352,11 @@ def _requests(pods: Sequence[Mapping[str, Any]]) -> dict[str, Decimal]:
             for prefix, values in (("limits.", limits), ("requests.", {**limits, **requests})):
                 for name, value in values.items():
                     totals[prefix + name] = totals.get(prefix + name, Decimal(0)) + amount(str(value))
-    return {
-        **totals,
-        **{name: totals[f"requests.{name}"] for name in ("cpu", "memory") if f"requests.{name}" in totals},
-    }
+    # A quota may also call the requests of these by their plain names.
+    for name in ("cpu", "memory"):
+        if f"requests.{name}" in totals:
+            totals[name] = totals[f"requests.{name}"]
+    return totals
 
 
 def _plain(number: Decimal) -> str:
