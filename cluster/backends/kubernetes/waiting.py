@@ -209,23 +209,23 @@ def _waiting(node: str, pod: Document, events: Sequence[Document], host: str) ->
     scheduled = _condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
         return _unscheduled(node, scheduled)
-    images = {
-        declared["name"]: declared.get("image", "")
-        for kind in _KINDS
-        for declared in pod["spec"].get(kind, ())
-    }
+    images = {}
+    for kind in _KINDS:
+        for declared in pod["spec"].get(kind, ()):
+            images[declared["name"]] = declared.get("image", "")
     for container in _containers(pod):
-        waiting = container.get("state", {}).get("waiting", {})
-        image = images.get(container["name"], "")
-        if reason := _WAITING.get(waiting.get("reason", "")):
-            message = waiting.get("message", "")
-            tries = 1
-            own = _events_of(events, container["name"])
-            if "Image" in waiting["reason"] and (pulls := _events(own, "Failed", "Failed to pull image")):
-                message, tries = _last(pulls), _count(pulls)  # ImagePullBackOff does not repeat the reason
-            return _state(
-                node, reason, host, image=image, message=message, tries=tries, name=container["name"]
-            )
+        reason = _WAITING.get(_reason(container))
+        if reason is None:
+            continue
+        name = container["name"]
+        message = container["state"]["waiting"].get("message", "")
+        tries = 1
+        pulls = _events(_events_of(events, name), "Failed", "Failed to pull image")
+        if pulls and "Image" in _reason(container):  # ImagePullBackOff does not repeat the reason
+            message = _last(pulls)
+            tries = _count(pulls)
+        image = images.get(name, "")
+        return _state(node, reason, host, image=image, message=message, tries=tries, name=name)
     if ended := _terminated(pod):
         return PodState(_exited(node, ended, host), host=host)
     sidecars = _sidecars(pod)
@@ -233,14 +233,13 @@ def _waiting(node: str, pod: Document, events: Sequence[Document], host: str) ->
         if "running" in init.get("state", {}) and init["name"] not in sidecars:
             is_ours = init["name"] == FILES_CONTAINER
             detail = "waits for its files" if is_ours else f"its init container {init['name']} runs"
-            return PodState(
-                NodeStatus(node, "pending", detail=detail, where=host), host=host, receives=is_ours
-            )
-    for name, reason in _CREATING.items():
-        if reasons := [
-            event for event in _events(events, name) if not _NO_REASON.search(str(event.get("message")))
-        ]:
-            return _state(node, reason, host, image="", message=_last(reasons), tries=_count(reasons))
+            status = NodeStatus(node, "pending", detail=detail, where=host)
+            return PodState(status, host=host, receives=is_ours)
+    for kind, reason in _CREATING.items():
+        failures = _events(events, kind)
+        telling = [event for event in failures if not _NO_REASON.search(str(event.get("message")))]
+        if telling:
+            return _state(node, reason, host, image="", message=_last(telling), tries=_count(telling))
     detail = "its container is being created" if host else "waits for the scheduler"
     for name, image in images.items():
         own = _events_of(events, name)
@@ -269,18 +268,14 @@ def _refused(node: str, sentence: str, host: str = "") -> NodeStatus:
 def _unscheduled(node: str, condition: Document) -> PodState:
     message = _NOISE.sub("", condition.get("message", "")).strip().rstrip(".")
     if condition.get("reason") == "SchedulingGated":
-        return PodState(
-            NodeStatus(node, "pending", detail="waits in its queue until all pods of the job fit")
-        )
-    if re.search(r'persistentvolumeclaim "[^"]+" not found', message):
-        match = re.search(r'persistentvolumeclaim "([^"]+)"', message)
-        assert match
+        queued = "waits in its queue until all pods of the job fit"
+        return PodState(NodeStatus(node, "pending", detail=queued))
+    if match := re.search(r'persistentvolumeclaim "([^"]+)" not found', message):
         sentence = f"the namespace has no PersistentVolumeClaim {match[1]}"
         return PodState(_refused(node, sentence), is_final=True)
+    status = NodeStatus(node, "pending", detail=f"no machine is free: {message}")
     wants_room = "Insufficient" in message or "Too many pods" in message
-    return PodState(
-        NodeStatus(node, "pending", detail=f"no machine is free: {message}"), wants_room=wants_room
-    )
+    return PodState(status, wants_room=wants_room)
 
 
 def _ended(node: str, pod: Document) -> NodeStatus:
@@ -304,9 +299,11 @@ def _terminated(pod: Document) -> Document | None:
     """Return how the node's container, or an init container that failed, ended. Sidecars do not end a node."""
     sidecars = _sidecars(pod)
     for container in (_container(pod), *pod["status"].get("initContainerStatuses", ())):
+        name = container.get("name")
         ended: Document | None = container.get("state", {}).get("terminated")
-        is_sidecar = container.get("name") in sidecars
-        if ended and not is_sidecar and (container.get("name") == NODE_CONTAINER or ended.get("exitCode")):
+        if not ended or name in sidecars:
+            continue
+        if name == NODE_CONTAINER or ended.get("exitCode"):
             return ended
     return None
 
@@ -329,7 +326,9 @@ def _exited(node: str, ended: Document, host: str) -> NodeStatus:
 
 def seconds(text: str | None) -> float | None:
     """Return a time of the API as seconds since 1970, None for none."""
-    return datetime.fromisoformat(f"{text[:19]}+00:00").timestamp() if text else None
+    if not text:
+        return None
+    return datetime.fromisoformat(f"{text[:19]}+00:00").timestamp()
 
 
 def _host_is_silent(pod: Document) -> bool:
@@ -340,9 +339,8 @@ def _host_is_silent(pod: Document) -> bool:
 
 
 def _condition(pod: Document, kind: str) -> Document:
-    return next(
-        (condition for condition in pod["status"].get("conditions", ()) if condition["type"] == kind), {}
-    )
+    conditions = pod["status"].get("conditions", ())
+    return next((condition for condition in conditions if condition["type"] == kind), {})
 
 
 def _containers(pod: Document) -> list[Document]:
@@ -351,11 +349,8 @@ def _containers(pod: Document) -> list[Document]:
 
 def _sidecars(pod: Document) -> set[str]:
     """Return the names of the native sidecars (Kubernetes 1.28): init containers that run as long as the pod."""
-    return {
-        container["name"]
-        for container in pod["spec"].get("initContainers", ())
-        if container.get("restartPolicy") == "Always"
-    }
+    containers = pod["spec"].get("initContainers", ())
+    return {container["name"] for container in containers if container.get("restartPolicy") == "Always"}
 
 
 def _events_of(events: Sequence[Document], container: str) -> list[Document]:
@@ -365,14 +360,8 @@ def _events_of(events: Sequence[Document], container: str) -> list[Document]:
 
 
 def _container(pod: Document) -> Document:
-    return next(
-        (
-            container
-            for container in pod["status"].get("containerStatuses", ())
-            if container.get("name") == NODE_CONTAINER
-        ),
-        {},
-    )
+    containers = pod["status"].get("containerStatuses", ())
+    return next((container for container in containers if container.get("name") == NODE_CONTAINER), {})
 
 
 def _reason(container: Document) -> str:
@@ -380,21 +369,20 @@ def _reason(container: Document) -> str:
 
 
 def _events(events: Sequence[Document], reason: str, begin: str = "") -> list[Document]:
-    return [
-        event
-        for event in events
-        if event.get("reason") == reason and str(event.get("message", "")).startswith(begin)
-    ]
+    """Return the events with a reason, whose messages begin with `begin`."""
+    of_reason = [event for event in events if event.get("reason") == reason]
+    return [event for event in of_reason if str(event.get("message", "")).startswith(begin)]
 
 
 def _last(events: Sequence[Document]) -> str:
-    message = str(max(events, key=lambda event: event.get("lastTimestamp") or "").get("message", ""))
-    return re.sub(
-        r'^Failed to pull image "[^"]*": |^MountVolume\.\w+ failed for volume ("[^"]*") : ', r"\1 ", message
-    )
+    """Return the message of the latest event, without the words that the sentence about it repeats."""
+    latest = max(events, key=lambda event: event.get("lastTimestamp") or "")
+    repeated = r'^Failed to pull image "[^"]*": |^MountVolume\.\w+ failed for volume ("[^"]*") : '
+    return re.sub(repeated, r"\1 ", str(latest.get("message", "")))
 
 
 def _count(events: Sequence[Document]) -> int:
+    """Return how often the events have happened: Kubernetes counts equal ones."""
     return sum(int(event.get("count") or 1) for event in events)
 
 
