@@ -30,8 +30,9 @@ _UNITS = {
     "G": "1e9",
     "T": "1e12",
     "P": "1e15",
+    "E": "1e18",
 }
-_UNITS |= {"E": "1e18", **{f"{letter}i": str(1024**power) for power, letter in enumerate("KMGTPE", 1)}}
+_UNITS |= {f"{letter}i": str(1024**power) for power, letter in enumerate("KMGTPE", 1)}
 
 
 def _matching(pattern: str, expected: str, hint: str = "") -> Any:
@@ -104,17 +105,19 @@ SubPath = Annotated[str, _matching(r"(?!/)(?!(.*/)?\.\.(/|$)).+", "a relative pa
 
 def amount(quantity: str) -> Decimal:
     """Return the number that a quantity of Kubernetes stands for, such as 0.5 for 500m. Raises UsageError."""
+    why = f"{quantity!r}: expected a number and a unit of Kubernetes (m, k, M, G, T, Ki, Mi, Gi, Ti)"
     match = re.fullmatch(rf"{_NUMBER}([eE][+-]?\d+|[a-zA-Z]*)", quantity)
-    unit = match[2] if match else ""
-    if match and re.fullmatch(r"[eE][+-]?\d+", unit):
+    if not match:
+        raise UsageError(why, "for example: 500m, 2 or 16Gi")
+    number = match[1]
+    unit = match[2]
+    if re.fullmatch(r"[eE][+-]?\d+", unit):
         return Decimal(quantity)
-    if match and unit in _UNITS:
-        return Decimal(match[1]) * Decimal(_UNITS[unit])
-    known = next((known for known in _UNITS if known and known.lower() == unit.lower().removesuffix("b")), "")
-    hint = f"for example: {match[1]}{known or 'Gi'}" if match else "for example: 500m, 2 or 16Gi"
-    raise UsageError(
-        f"{quantity!r}: expected a number and a unit of Kubernetes (m, k, M, G, T, Ki, Mi, Gi, Ti)", hint
-    )
+    if unit in _UNITS:
+        return Decimal(number) * Decimal(_UNITS[unit])
+    meant = unit.lower().removesuffix("b")
+    known = next((known for known in _UNITS if known and known.lower() == meant), "Gi")
+    raise UsageError(why, f"for example: {number}{known}")
 
 
 class Runs(Keys):
@@ -339,11 +342,9 @@ class Options(Keys):
         paths = [volume.path.rstrip("/") for volume in self.volumes]
         for path in paths:
             if path in ("", "/runs", "/dev/shm", "/clusterctl", "/inputs"):
-                raise UsageError(
-                    f"volumes: {path or '/'} is used by clusterctl itself", "choose another path"
-                )
+                why = f"volumes: {path or '/'} is used by clusterctl itself"
+                raise UsageError(why, "choose another path")
             if paths.count(path) > 1:
-                raise UsageError(
-                    f"volumes: two of them have the path {path}", "choose another path for one of them"
-                )
+                why = f"volumes: two of them have the path {path}"
+                raise UsageError(why, "choose another path for one of them")
         return self
