@@ -39,14 +39,19 @@ class Retries:
         if not half_started:
             self.half_since = None
             return 0.0
-        self.half_since = self.half_since if self.half_since is not None else self.clock()
+        if self.half_since is None:
+            self.half_since = self.clock()
         return self.clock() - self.half_since
 
     def give_up(self, why: str, kinds: tuple[str, ...] = ("Pod",)) -> float:
         """Plan the next try at a random time, so that two jobs do not meet again; return the seconds until then."""
         self.tries += 1
-        wait_s = random.uniform(_SHORTEST_S, min(_LONGEST_S, _SHORTEST_S * 2**self.tries))
-        self.half_since, self.due_at, self.why, self.kinds = None, self.clock() + wait_s, why, kinds
+        longest_s = min(_LONGEST_S, _SHORTEST_S * 2**self.tries)
+        wait_s = random.uniform(_SHORTEST_S, longest_s)
+        self.half_since = None
+        self.due_at = self.clock() + wait_s
+        self.why = why
+        self.kinds = kinds
         return wait_s
 
     @property
