@@ -42,8 +42,9 @@ def _gpus(client: Kubectl) -> tuple[str, list[str]]:
     counts: dict[str, list[int]] = {}
     for node in nodes:
         for name, number in node["status"].get("allocatable", {}).items():
-            if name.startswith(_GPUS) and str(number).isdigit() and int(number):
-                counts.setdefault(name, []).append(int(number))
+            count = int(number) if str(number).isdigit() else 0
+            if count and name.startswith(_GPUS):
+                counts.setdefault(name, []).append(count)
     if not counts:
         return "", [f"{counted(len(nodes), 'node')}, none with a GPU that pods may use"]
     best = max(counts, key=lambda name: sum(counts[name]))
@@ -60,15 +61,13 @@ def _shared_claims(client: Kubectl) -> tuple[list[str], list[str]]:
         claims = client.get("persistentvolumeclaims")
     except ClusterError as error:
         return [], [f"volumes: not known ({error.message}); set runs: {{claim: NAME}}"]
-    shared = [
-        claim["metadata"]["name"]
-        for claim in claims
-        if "ReadWriteMany" in claim["spec"].get("accessModes", ())
-    ]
+    shared = []
+    for claim in claims:
+        if "ReadWriteMany" in claim["spec"].get("accessModes", ()):
+            shared.append(claim["metadata"]["name"])
     if not shared:
         return [], ["no PersistentVolumeClaim that all pods can mount: checkpoints disappear with their pod"]
     if len(shared) > 1:
-        return shared, [
-            f"choose one for checkpoints and results: runs: {{claim: NAME}}, of {', '.join(shared)}"
-        ]
+        names = ", ".join(shared)
+        return shared, [f"choose one for checkpoints and results: runs: {{claim: NAME}}, of {names}"]
     return shared, [f"checkpoints and results are kept in the PersistentVolumeClaim {shared[0]}"]
