@@ -162,7 +162,8 @@ class SshLink:
         while True:
             code, out, errors = self._run(line, data, until)
             has_started = MARK in out or _NO_MASTER not in errors
-            if has_started and (code not in (255, -signal.SIGTERM) or self._answers()):
+            may_be_of_ssh = code in (255, -signal.SIGTERM)
+            if has_started and (not may_be_of_ssh or self._answers()):
                 return code, out, errors
             if has_started or self._is_closed:
                 raise BrokenError("Connection closed")
@@ -216,26 +217,25 @@ class SshLink:
 
 
 def _log_in(login: Login, timeout_s: float) -> _Master:
-    began = time.monotonic()
+    limit_s = min(timeout_s, _LOGIN_S)
+    until = time.monotonic() + _BUSY_S
     while True:
         try:
             master = _Master(login)
         except OSError as error:
             raise UnreachableError(f"this machine: {error.filename}: {error.strerror}") from error
         try:
-            if master.wait(time.monotonic() + min(timeout_s, _LOGIN_S)):
+            if master.wait(time.monotonic() + limit_s):
                 return master
             log, printed = master.said()
         except TimeoutError:
             master.close()
-            raise failures.unreachable(
-                login, f"the login takes longer than {min(timeout_s, _LOGIN_S):g} s"
-            ) from None
+            raise failures.unreachable(login, f"the login takes longer than {limit_s:g} s") from None
         except BaseException:
             master.close()
             raise
         master.close()
-        if not failures.is_busy(log, printed) or time.monotonic() - began > _BUSY_S:
+        if not failures.is_busy(log, printed) or time.monotonic() > until:
             raise failures.explain(login, log, printed)
         # Spread the retries of many threads.
         time.sleep(random.uniform(0.1, 1))
@@ -243,9 +243,12 @@ def _log_in(login: Login, timeout_s: float) -> _Master:
 
 def _environment() -> dict[str, str]:
     # As over fabric, remote programs use the locale that they have there.
-    return {
-        name: value for name, value in environment().items() if name != "LANG" and not name.startswith("LC_")
-    }
+    variables = environment()
+    return {name: value for name, value in variables.items() if not _is_of_locale(name)}
+
+
+def _is_of_locale(name: str) -> bool:
+    return name == "LANG" or name.startswith("LC_")
 
 
 def _without_waiting(path: str, flags: int) -> int:
