@@ -12,6 +12,7 @@ import select
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from subprocess import DEVNULL
@@ -83,7 +84,7 @@ class FabricLink:
 
     def execute(self, line: str, data: bytes, until: float) -> tuple[int, bytes, bytes]:
         """See Link.execute."""
-        left_s = max(0.05, until - time.monotonic())
+        left_s = _left_s(until)
         try:
             channel = self._connection.transport.open_session(timeout=min(left_s, CONNECT_TIMEOUT_S))
             channel.exec_command(line)
@@ -97,11 +98,11 @@ class FabricLink:
             channel.sendall(data)
             channel.shutdown_write()
             for read, into in ((channel.recv, out), (channel.recv_stderr, errors)):
-                channel.settimeout(max(0.05, until - time.monotonic()))
+                channel.settimeout(_left_s(until))
                 while chunk := read(_CHUNK):
                     into += chunk
-                    channel.settimeout(max(0.05, until - time.monotonic()))
-            if not channel.status_event.wait(max(0.05, until - time.monotonic())):
+                    channel.settimeout(_left_s(until))
+            if not channel.status_event.wait(_left_s(until)):
                 raise TimeoutError
             code = channel.recv_exit_status()
             if code == -1:
@@ -128,6 +129,11 @@ class FabricLink:
         _close(self._connection, self._proxy)
 
 
+def _left_s(until: float) -> float:
+    """Return the seconds until a time of `time.monotonic`, and at least enough to fetch what is already there."""
+    return max(0.05, until - time.monotonic())
+
+
 def _log_in(login: Login, timeout_s: float) -> tuple[Connection, subprocess.Popen[bytes] | None]:
     until = time.monotonic() + _BUSY_S
     pause_s = 0.1
@@ -144,10 +150,10 @@ def _log_in(login: Login, timeout_s: float) -> tuple[Connection, subprocess.Pope
                 raise  # the ssh program can say what is wrong with the jump host
             now = time.monotonic()
             # sshd closes the connection at once above MaxStartups.
-            is_refused = isinstance(
-                error, ConnectionResetError
-            ) or "Error reading SSH protocol banner" in str(error)
-            if now - began >= timeout_s or (is_refused and now + pause_s > until):
+            is_reset = isinstance(error, ConnectionResetError)
+            is_refused = is_reset or "Error reading SSH protocol banner" in str(error)
+            has_timed_out = now - began >= timeout_s
+            if has_timed_out or (is_refused and now + pause_s > until):
                 raise failures.unreachable(login, str(error) or type(error).__name__) from error
             if not is_refused:
                 raise
@@ -163,9 +169,8 @@ def _socket(login: Login, timeout_s: float) -> tuple[socket.socket, subprocess.P
         ours, theirs = socket.socketpair()
         with theirs:
             pipe = theirs.fileno()
-            return ours, subprocess.Popen(
-                jump, stdin=pipe, stdout=pipe, stderr=DEVNULL, start_new_session=True
-            )
+            proxy = subprocess.Popen(jump, stdin=pipe, stdout=pipe, stderr=DEVNULL, start_new_session=True)
+        return ours, proxy
     host = login.settings.text("hostname")
     port = int(login.settings.text("port"))
     try:
@@ -207,9 +212,10 @@ def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
 def _connection(login: Login, timeout_s: float) -> Connection:
     """Return a connection that has no socket yet."""
     settings = login.settings
-    names = (Path(name).expanduser() for name in settings.every("identityfile"))
-    # The logins to jump hosts come before the banner.
-    hops = settings.text("proxyjump").count(",") + 1 if settings.text("proxyjump") else 0
+    key_files = [Path(name).expanduser() for name in settings.every("identityfile")]
+    existing_keys = [str(file) for file in key_files if file.is_file()]  # paramiko fails for missing files
+    jumps = settings.text("proxyjump")
+    hops = jumps.count(",") + 1 if jumps else 0
     connection = Connection(
         settings.text("hostname"),
         user=settings.text("user"),
@@ -220,12 +226,10 @@ def _connection(login: Login, timeout_s: float) -> Connection:
         connect_timeout=timeout_s,
         connect_kwargs={
             "transport_factory": _Transport,
-            "banner_timeout": timeout_s * (1 + hops),
+            "banner_timeout": timeout_s * (1 + hops),  # the logins to jump hosts come before the banner
             "auth_timeout": timeout_s,
             "channel_timeout": timeout_s,
-            "key_filename": [
-                str(name) for name in names if name.is_file()
-            ],  # paramiko fails for missing files
+            "key_filename": existing_keys,
             "look_for_keys": False,
             "allow_agent": settings.text("identitiesonly") != "yes",
             "disabled_algorithms": _disabled(login),
@@ -238,20 +242,23 @@ def _connection(login: Login, timeout_s: float) -> Connection:
 def _disabled(login: Login) -> dict[str, list[str]]:
     """Return the algorithms of paramiko that the settings exclude, and those for host keys that are not known."""
     known = {key.kind for key in login.known if not key.marker}
-    kinds = [kind for kind in known if kind != "ssh-rsa"] + [*(_RSA if "ssh-rsa" in known else ())]
+    if "ssh-rsa" in known:
+        known = (known - {"ssh-rsa"}) | {*_RSA}
     disabled = {}
     for kind, keyword in _ALGORITHMS.items():
-        all_of_them = getattr(paramiko.Transport, f"_preferred_{kind}")
-        patterns = login.settings.text(keyword).split(",") if login.settings.text(keyword) else ["*"]
-        disabled[kind] = [
-            name for name in all_of_them if not any(fnmatchcase(name, pattern) for pattern in patterns)
-        ]
+        algorithms = getattr(paramiko.Transport, f"_preferred_{kind}")
+        patterns = (login.settings.text(keyword) or "*").split(",")
+        disabled[kind] = [name for name in algorithms if not _matches(name, patterns)]
         if kind == "keys":
-            disabled[kind] += [name for name in all_of_them if name not in kinds]
+            disabled[kind] += [name for name in algorithms if name not in known]
     if {"requiredrsasize", "rsaminsize"} & {*login.changed}:
         for kind in ("keys", "pubkeys"):
             disabled[kind] += _RSA
     return disabled
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _close(connection: Connection, proxy: subprocess.Popen[bytes] | None) -> None:
