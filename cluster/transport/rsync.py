@@ -74,8 +74,11 @@ def no_rsync(name: str) -> ClusterError:
 
 def at(node: Machine) -> str:
     """Return the prefix `user@host:` of paths on the node, "" if the node is this machine."""
+    if not node.login:
+        return ""
     user, mark, host = destination(node.login).rpartition("@")
-    return f"{user}{mark}{f'[{host}]' if ':' in host else host}:" if node.login else ""
+    is_ipv6 = ":" in host
+    return f"{user}{mark}[{host}]:" if is_ipv6 else f"{user}{mark}{host}:"
 
 
 class Rsync:
@@ -86,14 +89,12 @@ class Rsync:
     ) -> None:
         self._node = node
         self._sent = sent
-        # Without --blocking-io, writes of the remote shell's filter fail if rsync reads too slowly.
-        remote = [
-            "--blocking-io",
-            "-e",
-            ssh_to(node).remote_shell(),
-            f"--rsync-path=echo {BEGIN}; exec rsync",
-        ]
-        self._argv = ["rsync", *_OPTIONS, *(remote if node.login else []), *words]
+        self._argv = ["rsync", *_OPTIONS]
+        if node.login:
+            # Without --blocking-io, writes of the remote shell's filter fail if rsync reads too slowly.
+            self._argv += ["--blocking-io", "-e", ssh_to(node).remote_shell()]
+            self._argv += [f"--rsync-path=echo {BEGIN}; exec rsync"]
+        self._argv += words
         self.code = 0
         self.errors = ""
         self.moved = 0
@@ -110,12 +111,11 @@ class Rsync:
         until = time.monotonic() + _BUSY_S
         with CONNECTIONS:
             self._run()
-            while self._is_passing:
-                if time.monotonic() > until:
-                    break
+            while self._is_passing and time.monotonic() <= until:
                 time.sleep(random.uniform(0.5, 1.5))
                 self._run()
-        if self.code and not (may_vanish and self.code == VANISHED):
+        is_expected = may_vanish and self.code == VANISHED
+        if self.code and not is_expected:
             raise self._failure(receiver, sender)
 
     @property
@@ -123,19 +123,17 @@ class Rsync:
         """Whether the same run may succeed a moment later."""
         if _CONFLICT in self.errors:
             return self.code != 0
-        return (
-            self.code in _DISCONNECTED and re.search("kex_exchange|banner exchange", self.errors) is not None
-        )
+        was_refused = re.search("kex_exchange|banner exchange", self.errors) is not None
+        return was_refused and self.code in _DISCONNECTED
 
     def _run(self) -> None:
         # In the C locale rsync escapes every byte except printable ASCII as \#ooo.
         environment = {**os.environ, "LC_ALL": "C"}
         text = {"encoding": "ascii", "errors": "surrogateescape"}
+        options = {"stdin": DEVNULL, "stdout": PIPE, "env": environment, **text}
         with (
             tempfile.TemporaryFile() as errors,
-            started(
-                self._argv, stdin=DEVNULL, stdout=PIPE, stderr=errors, env=environment, **text
-            ) as process,
+            started(self._argv, stderr=errors, **options) as process,
         ):
             assert process.stdout
             for line in process.stdout:
@@ -149,9 +147,8 @@ class Rsync:
         if self.code in _DISCONNECTED and "failed" not in self.errors:
             why = reason(self.errors)
             if "Permission denied" in why:
-                return UnreachableError(
-                    f"{name}: rsync cannot log in: {why}", f"try by hand: {by_hand(self._node)}"
-                )
+                hint = f"try by hand: {by_hand(self._node)}"
+                return UnreachableError(f"{name}: rsync cannot log in: {why}", hint)
             hint = "repeat the command: it continues the transfer"
             return UnreachableError(f"{name}: the connection broke: {why}", hint)
         if re.search(r"rsync.*not found", self.errors):
@@ -173,20 +170,23 @@ class Rsync:
 
 
 def _unescaped(text: str) -> str:
-    return os.fsdecode(re.sub(rb"\\#(\d{3})", lambda octal: bytes([int(octal[1], 8)]), os.fsencode(text)))
+    """Return a name as it is on the disk: rsync prints a byte as `\\#ooo`, in octal."""
+    escaped = os.fsencode(text)
+    name = re.sub(rb"\\#(\d{3})", lambda octal: bytes([int(octal[1], 8)]), escaped)
+    return os.fsdecode(name)
 
 
 def error_of(failed: str, errors: str) -> ClusterError:
     """Return the error `FAILED: REASON`, with the reason from a program's stderr."""
     why = reason(errors)
-    return ClusterError(f"{failed}: {why}", next((hint for part, hint in _HINTS.items() if part in why), ""))
+    hint = next((hint for part, hint in _HINTS.items() if part in why), "")
+    return ClusterError(f"{failed}: {why}", hint)
 
 
 def reason(errors: str) -> str:
     """Return the reason in the stderr of rsync, ssh or mkdir: `No space left on device`, or the most telling line."""
-    lines = [
-        line.strip() for line in errors.splitlines() if line.strip() and not _CONSEQUENCE.match(line.strip())
-    ]
+    printed = [line.strip() for line in errors.splitlines()]
+    lines = [line for line in printed if line and not _CONSEQUENCE.match(line)]
     for line in lines:
         if "is your shell clean" in line:  # broken pipes of rsync follow from it, before or after
             return line
