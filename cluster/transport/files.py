@@ -56,7 +56,8 @@ class Difference:
             if not words:
                 count += " file" if len(names) == 1 else " files"
             first = [name if name.isprintable() else ascii(name) for name in names[:3]]
-            first += ["..."] if len(names) > 3 else []
+            if len(names) > 3:
+                first.append("...")
             words.append(f"{count} {what} ({', '.join(first)})")
         return ", ".join(words)
 
@@ -105,12 +106,15 @@ class _Mirror:
     def arguments(self) -> list[str]:
         """Return rsync's source and target. A symbolic link is sent as its target file, one in a folder as a link."""
         if self.here.is_file():
-            return ["--copy-links", "--", str(self.here), f"{at(self.node)}{posixpath.dirname(self.path)}/"]
+            folder = posixpath.dirname(self.path)
+            return ["--copy-links", "--", str(self.here), f"{at(self.node)}{folder}/"]
         return ["--", f"{self.here}/", f"{at(self.node)}{self.path}/"]
 
     def compare(self, *, checksum: bool) -> tuple[Difference, int]:
         """Return the differences, and the bytes to send."""
-        options = ["--dry-run", "--delete", "--executability", *(["--checksum"] if checksum else [])]
+        options = ["--dry-run", "--delete", "--executability"]
+        if checksum:
+            options.append("--checksum")
         run = Rsync(self.node, [*options, *self.arguments()])
         run(f"{self.node.name}: {self.path} cannot be read", f"this machine: {self.here} cannot be read")
         missing = []
@@ -119,14 +123,22 @@ class _Mirror:
         size = 0
         for change, length, name in run.changes:
             if change.startswith("*deleting"):
-                extra += [] if name.endswith("/") else [name]
-            elif change[1] in "fL" and change.endswith("+++"):
+                if not name.endswith("/"):
+                    extra.append(name)
+                continue
+            is_file = change[1] in "fL"
+            is_new = change.endswith("+++")
+            has_changed = change[0] in "<>c" or change[5] == "p"
+            if is_file and is_new:
                 missing.append(name)
                 size += length
-            elif change[1] in "fL" and (change[0] in "<>c" or change[5] == "p"):
+            elif is_file and has_changed:
                 different.append(name)
                 size += length
-        return Difference(*(tuple(sorted(names)) for names in (missing, extra, different))), size
+        difference = Difference(
+            missing=tuple(sorted(missing)), extra=tuple(sorted(extra)), different=tuple(sorted(different))
+        )
+        return difference, size
 
     def difference(self, *, checksum: bool) -> Difference:
         """Return the differences. A folder that the node shares has none. Raise ClusterError for any other link."""
@@ -174,9 +186,12 @@ def check(nodes: Sequence[Machine], folders: Sequence[str]) -> None:
 def differences(nodes: Sequence[Machine], folder: str) -> dict[str, Difference | ClusterError]:
     """Return how the folder's content differs from each node's mirror, or the error, by node name. Raise UsageError."""
     here = _here(folder)
-    return interruptible(
-        lambda: parallel.each(nodes, lambda node: _mirrors(node, [here])[0].difference(checksum=True))
-    )
+
+    def compare(node: Machine) -> Difference:
+        (mirror,) = _mirrors(node, [here])
+        return mirror.difference(checksum=True)
+
+    return interruptible(lambda: parallel.each(nodes, compare))
 
 
 def sync(
@@ -261,7 +276,8 @@ def fetch(
     failures = f"this machine: {target} cannot be written", f"{node.name}: {source} cannot be read"
     interruptible(lambda: run(*failures, may_vanish=may_vanish))
     # rsync judges the text of a link. Through another link, the same text may lead out.
-    for link in (Path(target, name) for change, _, name in run.changes if change[1] == "L"):
+    links = [Path(target, name) for change, _, name in run.changes if change[1] == "L"]
+    for link in links:
         with suppress(OSError):  # another process has removed or replaced it
             if inside.leads_out(link, run_dir):
                 run.links_out[str(link.relative_to(target))] = str(link.readlink())
@@ -288,7 +304,8 @@ def send(node: Machine, file: Path, remote_folder: str) -> None:
 
 def _remote(nodes: Sequence[Machine]) -> list[Machine]:
     """Return the nodes except this machine, each machine once."""
-    return list({(node.login, node.data_dir, node.ssh_config): node for node in nodes if node.login}.values())
+    remote = [node for node in nodes if node.login]
+    return list({(node.login, node.data_dir, node.ssh_config): node for node in remote}.values())
 
 
 def _here(folder: str) -> Path:
@@ -308,8 +325,9 @@ def _here(folder: str) -> Path:
 @contextmanager
 def _marker(here: Path) -> Iterator[str]:
     """Create a temporary file in the folder, which a node with the same shared folder sees; "" if not writable."""
-    file = (here.parent if here.is_file() else here) / f"{PREFIX}{os.urandom(8).hex()}"
-    name = file.name
+    folder = here.parent if here.is_file() else here
+    name = f"{PREFIX}{os.urandom(8).hex()}"
+    file = folder / name
     try:
         file.touch()
     except OSError:
@@ -329,7 +347,10 @@ def _mirrors(node: Machine, heres: Sequence[Path], marker: str = "") -> list[_Mi
     if done.code:
         raise ClusterError(f"{node.name}: {node.data_dir} cannot be read: {reason(done.err)}")
     fields = done.out.split("\0")[:-1]
-    answers = zip(heres, fields[0::3], fields[1::3], fields[2::3], strict=True)
+    states = fields[0::3]
+    paths = fields[1::3]
+    seen_markers = fields[2::3]
+    answers = zip(heres, states, paths, seen_markers, strict=True)
     return [_Mirror(node, here, cast(State, state), path, bool(seen)) for here, state, path, seen in answers]
 
 
@@ -344,9 +365,11 @@ def _sync(
         if mirror.state != "common":
             _run_on(node, scripts.bash(_SCRIPT, "link", str(here), mirror.path), unwritable)
         return Synced(node.name, "common", seconds=time.monotonic() - began)
-    # Remove the mirror only if it is a link; never remove its target.
-    if mirror.is_link and copy and not reach(node).run(scripts.bash(_SCRIPT, "unlink", mirror.path)).code:
-        mirror = _mirrors(node, [here], marker)[0]
+    if mirror.is_link and copy:
+        # Remove the mirror only if it is a link; never remove its target.
+        unlinked = reach(node).run(scripts.bash(_SCRIPT, "unlink", mirror.path))
+        if not unlinked.code:
+            mirror = _mirrors(node, [here], marker)[0]
     if mirror.is_link:
         raise mirror.foreign()
     if mirror.state == "none":
@@ -359,13 +382,12 @@ def _sync(
     if not files and not removed:
         return Synced(node.name, "same", seconds=time.monotonic() - began, left=left)
     options = ["--perms"]
-    options += ["--checksum"] if checksum else []
-    options += ["--delete"] if delete else []
-    run = Rsync(
-        node,
-        [*options, *mirror.arguments()],
-        lambda sent: report(node.name, "sending", min(sent, size), size),
-    )
+    if checksum:
+        options.append("--checksum")
+    if delete:
+        options.append("--delete")
+    words = [*options, *mirror.arguments()]
+    run = Rsync(node, words, lambda sent: report(node.name, "sending", min(sent, size), size))
     run(unwritable, f"this machine: {here} cannot be read")
     return Synced(node.name, "rsync", files, run.moved, removed, time.monotonic() - began, left)
 
