@@ -74,14 +74,13 @@ def load(
     else:
         from cluster.spec import schema  # imports pydantic and yaml, which only cluster.yaml needs
 
-        loaded = schema.read(
-            _text(path or DEFAULT_FILE, "--inventory"), path or DEFAULT_FILE, table, str(Path.cwd())
-        )
+        inventory_file = path or DEFAULT_FILE
+        text = _text(inventory_file, "--inventory")
+        loaded = schema.read(text, inventory_file, table, str(Path.cwd()))
     if ssh_config:
         absolute = str(Path.cwd() / Path(ssh_config).expanduser())
-        loaded = replace(
-            loaded, machines=tuple(replace(node, ssh_config=absolute) for node in loaded.machines)
-        )
+        machines = tuple(replace(node, ssh_config=absolute) for node in loaded.machines)
+        loaded = replace(loaded, machines=machines)
     for file in {node.ssh_config for node in loaded.machines if node.ssh_config}:
         _text(file, "--ssh-config" if ssh_config else f"{loaded.path}: ssh_config")
     return inventory.select(loaded, only) if only else loaded
@@ -107,11 +106,11 @@ def inspect(given: Inventory) -> dict[str, InspectedMachine]:
     if all(node.address for node in given.machines):
         return facts
     for name, address in _addresses(facts).items():
-        each = facts[name]
-        if not each.machine.address:
-            each.machine = replace(each.machine, address=address.number)
-            each.network = address.device
-            each.notes += addresses.warnings(address)
+        host = facts[name]
+        if not host.machine.address:
+            host.machine = replace(host.machine, address=address.number)
+            host.network = address.device
+            host.notes += addresses.warnings(address)
     return facts
 
 
@@ -120,14 +119,14 @@ def _inspect(node: Machine, *, needs_gpus: bool) -> InspectedMachine:
     engines = (word for name, runtime in ENGINES.items() for word in (name, runtime.info))
     done = reach(node).run(scripts.bash(_SCRIPT, "machine", *engines, **folders), timeout_s=_TIMEOUT_S)
     if done.code:
-        raise LaunchError(
-            f"{node.name}: cannot be inspected: {done.last_line}", "it needs bash and coreutils"
-        )
+        why = f"{node.name}: cannot be inspected: {done.last_line}"
+        raise LaunchError(why, "it needs bash and coreutils")
     words = done.out.split("\0")
     fields = dict(zip(words[0::2], words[1::2], strict=False))
-    speeds = {
-        name[6:]: int(value) for name, value in fields.items() if name[:6] == "speed " and value.isdigit()
-    }
+    speeds = {}
+    for name, value in fields.items():
+        if name.startswith("speed ") and value.isdigit():
+            speeds[name.removeprefix("speed ")] = int(value)
     if not node.address and "inet" not in fields["addresses"]:
         hint = "apt-get install iproute2"
         raise LaunchError(f"{node.name}: `ip addr` fails: {fields['addresses'].strip() or 'none'}", hint)
@@ -138,6 +137,8 @@ def _inspect(node: Machine, *, needs_gpus: bool) -> InspectedMachine:
     if reached := reach(node).note:
         notes.append(reached)
     node = replace(node, gpus=node.gpus or tuple(gpus), runtime=node.runtime or runtime)
+    # $SSH_CONNECTION: the client's address and port, then the server's.
+    connection = fields["ssh"].split()
     return InspectedMachine(
         machine=replace(node, run_dir=fields["run_dir"], data_dir=fields["data_dir"]),
         hostname=fields["hostname"],
@@ -145,7 +146,7 @@ def _inspect(node: Machine, *, needs_gpus: bool) -> InspectedMachine:
         engine=engine,
         free_gb=int(fields["free"] or 0) / 1e9,
         addresses=addresses.addresses(fields["addresses"], speeds),
-        login=(fields["ssh"].split() + [""] * 4)[2],
+        login=connection[2] if len(connection) > 2 else "",
         notes=notes,
     )
 
@@ -153,12 +154,14 @@ def _inspect(node: Machine, *, needs_gpus: bool) -> InspectedMachine:
 def _gpus(node: Machine, fields: Mapping[str, str], *, needed: bool) -> tuple[dict[Gpu, str], list[str]]:
     """Return the machine's GPUs by id, and notes."""
     if fields.get("gpus_code", "0") != "0":
-        last = (fields["gpus"].strip().splitlines() or ["no answer in 10 s"])[-1]
+        lines = fields["gpus"].strip().splitlines()
+        why = f"nvidia-smi fails: {lines[-1] if lines else 'no answer in 10 s'}"
         if needed:
             hint = "repair its driver, or use --device cpu (in cluster.yaml: device: cpu)"
-            raise LaunchError(f"{node.name}: nvidia-smi fails: {last}", hint)
-        return {}, [f"nvidia-smi fails: {last}"]
-    return {gpu: listed.model for gpu, listed in nvidia_smi.listed_gpus(fields.get("gpus", "")).items()}, []
+            raise LaunchError(f"{node.name}: {why}", hint)
+        return {}, [why]
+    listed = nvidia_smi.listed_gpus(fields.get("gpus", ""))
+    return {gpu: facts.model for gpu, facts in listed.items()}, []
 
 
 def _runtime(node: Machine, fields: Mapping[str, str]) -> tuple[str, str]:
@@ -166,37 +169,40 @@ def _runtime(node: Machine, fields: Mapping[str, str]) -> tuple[str, str]:
     installed = [name for name in ENGINES if name in fields]
     for name in installed:
         if match := re.search(r"(?m)^engine_version=(\d\S*)\nengine_security=(.*)", fields[name]):
-            return name, f"{name} {match[1]}{' rootless' if 'rootless' in match[2] else ''}"
-    if not node.runtime and re.search(
-        r"(?i)permission denied.* (socket|daemon)", fields.get(DOCKER.name, "")
-    ):
-        hint = (
-            f"there: sudo usermod -aG docker {fields['user']} (then log in again), or --runtime {BARE.name}"
-        )
-        raise LaunchError(f"{node.name}: {fields['user']} has no permission to use Docker", hint)
-    for name in installed:
-        words = [
-            line for line in fields[name].splitlines() if line.strip() and not line.startswith("engine_")
-        ]
-        return BARE.name, f"{name} does not answer ({words[-1].strip() if words else 'silent for 10 s'})"
-    return BARE.name, f"neither {' nor '.join(ENGINES)} is installed"
+            rootless = " rootless" if "rootless" in match[2] else ""
+            return name, f"{name} {match[1]}{rootless}"
+    is_denied = re.search(r"(?i)permission denied.* (socket|daemon)", fields.get(DOCKER.name, ""))
+    if is_denied and not node.runtime:
+        user = fields["user"]
+        hint = f"there: sudo usermod -aG docker {user} (then log in again), or --runtime {BARE.name}"
+        raise LaunchError(f"{node.name}: {user} has no permission to use Docker", hint)
+    if not installed:
+        return BARE.name, f"neither {' nor '.join(ENGINES)} is installed"
+    first = installed[0]
+    lines = [line.strip() for line in fields[first].splitlines() if not line.startswith("engine_")]
+    said = [line for line in lines if line]
+    return BARE.name, f"{first} does not answer ({said[-1] if said else 'silent for 10 s'})"
 
 
 def _addresses(hosts: Mapping[str, InspectedMachine]) -> dict[str, addresses.Address]:
     """Choose the addresses from every machine's routes to the addresses of the others."""
-    numbers = {
-        name: [address.number for address in addresses.candidates(of.addresses)] for name, of in hosts.items()
-    }
+    numbers = {}
+    for name, host in hosts.items():
+        numbers[name] = [address.number for address in addresses.candidates(host.addresses)]
 
     def routes(node: Machine) -> dict[str, addresses.Route]:
-        wanted = [number for name, theirs in numbers.items() if name != node.name for number in theirs]
+        wanted = []
+        for name, theirs in numbers.items():
+            if name != node.name:
+                wanted += theirs
         done = reach(node).run(scripts.bash(_SCRIPT, "routes", *wanted), timeout_s=_TIMEOUT_S)
         words = done.out.split("\0")
         return {number: addresses.route(text) for number, text in zip(words[0::2], words[1::2], strict=False)}
 
     known = parallel.all_of([host.machine for host in hosts.values()], routes)
+    available = {name: host.addresses for name, host in hosts.items()}
     logins = {name: host.login for name, host in hosts.items()}
-    return addresses.choose({name: host.addresses for name, host in hosts.items()}, known, logins)
+    return addresses.choose(available, known, logins)
 
 
 def device(hosts: Mapping[str, InspectedMachine], given: str) -> str:
@@ -216,19 +222,17 @@ def device(hosts: Mapping[str, InspectedMachine], given: str) -> str:
 
 def _text(path: str, option: str) -> str:
     if Path(path).expanduser().is_dir():
-        inside = Path(path, DEFAULT_FILE)
-        hint = f"use -i {inside}" if inside.is_file() else "give the path of a file in it, or another one"
         if option == "--inventory" and path == DEFAULT_FILE:  # it was found, not typed
             raise UsageError(f"{DEFAULT_FILE} is a folder, not an inventory", "name the inventory: -i FILE")
+        inside = Path(path, DEFAULT_FILE)
+        hint = f"use -i {inside}" if inside.is_file() else "give the path of a file in it, or another one"
         raise UsageError(f"{option} {path}: expected a file, but this is a folder", hint)
     try:
         return Path(path).expanduser().read_text()
     except UnicodeDecodeError:
         raise UsageError(f"{option} {path}: not a text file") from None
     except OSError as error:
-        hint = (
-            f"to write one: clusterctl init gpu-a gpu-b -o {path}"
-            if option == "--inventory"
-            else "check the path"
-        )
+        hint = "check the path"
+        if option == "--inventory":
+            hint = f"to write one: clusterctl init gpu-a gpu-b -o {path}"
         raise UsageError(f"{option} {path}: {error.strerror}", hint) from None
