@@ -71,9 +71,8 @@ def scan(folder: str, without: Sequence[str] = (), limit: int = LIMIT_BYTES) -> 
             if f"{folder}/{name}" not in without:
                 sizes[name] = size
     except OSError as error:
-        raise UsageError(
-            f"{error.filename} cannot be read: {error.strerror}", "list it in .clusterignore"
-        ) from error
+        why = f"{error.filename} cannot be read: {error.strerror}"
+        raise UsageError(why, "list it in .clusterignore") from error
     total = sum(sizes.values())
     if total > limit:
         parts: Counter[str] = Counter()
@@ -91,7 +90,8 @@ def secrets(folder: str, names: Iterable[str]) -> list[str]:
     Links are not among them: they travel as links. Raises UsageError for a .clusterignore that cannot be read.
     """
     likely = [name for name in names if _is_secret(name.lower())]
-    return [name for name in likely if not Path(folder, name).is_symlink() and not _is_sent(folder, name)]
+    likely_files = [name for name in likely if not Path(folder, name).is_symlink()]
+    return [name for name in likely_files if not _is_sent(folder, name)]
 
 
 def _is_secret(name: str) -> bool:
@@ -107,7 +107,8 @@ def _is_sent(folder: str, name: str) -> bool:
         below = "" if above == PurePath() else f"{above}/"
         names = {SENT_FILE} if Path(folder, below, SENT_FILE).exists() else set()
         for _, spec in _rules(folder, below, names):
-            if (is_ignored := spec.check_file(name[len(below) :]).include) is not None:
+            is_ignored = spec.check_file(name[len(below) :]).include
+            if is_ignored is not None:
                 return not is_ignored
     return False
 
@@ -142,10 +143,12 @@ def send(
 
 def without_copy(plan: Plan, nodes: Sequence[Machine]) -> list[Machine]:
     """Return the nodes that answer and have no copy, for example because their disk was replaced."""
-    copies = parallel.each(
-        nodes, lambda node: reach(node).run(["test", "-d", f"{plan.dir_on(node)}/{WORKDIR}"]).code
-    )
-    return [node for node in nodes if copies[node.name] == 1]
+
+    def test(node: Machine) -> int:
+        return reach(node).run(["test", "-d", f"{plan.dir_on(node)}/{WORKDIR}"]).code
+
+    codes = parallel.each(nodes, test)
+    return [node for node in nodes if codes[node.name] == 1]
 
 
 def fetch(plan: Plan, node: Machine) -> None:
@@ -206,19 +209,21 @@ def _files(top: str, below: str, rules: list[tuple[str, GitIgnoreSpec]]) -> Iter
         return
     rules = [*rules, *_rules(top, below, names)]
     for entry in entries:
-        name = f"{below}{entry.name}"
         if any(fnmatch(entry.name, pattern) for pattern in (".git", *EXCLUDED)):
             continue
-        if entry.is_dir(follow_symlinks=False):
-            if not _is_ignored(f"{name}/", rules):
-                yield from _files(top, f"{name}/", rules)
-        elif not _is_ignored(name, rules):
-            try:
-                about = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:  # another program removes files
-                continue
-            if stat.S_ISREG(about.st_mode) or stat.S_ISLNK(about.st_mode):
-                yield name, about.st_size
+        is_folder = entry.is_dir(follow_symlinks=False)
+        name = f"{below}{entry.name}/" if is_folder else f"{below}{entry.name}"
+        if _is_ignored(name, rules):
+            continue
+        if is_folder:
+            yield from _files(top, name, rules)
+            continue
+        try:
+            about = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:  # another program removes files
+            continue
+        if stat.S_ISREG(about.st_mode) or stat.S_ISLNK(about.st_mode):
+            yield name, about.st_size
 
 
 def _rules(top: str, below: str, names: set[str]) -> Iterator[tuple[str, GitIgnoreSpec]]:
@@ -227,13 +232,17 @@ def _rules(top: str, below: str, names: set[str]) -> Iterator[tuple[str, GitIgno
     for name in IGNORE_FILES:
         if name in names:
             file = Path(top, below, name)
+            lines = file.read_text("utf-8", "surrogateescape").splitlines()
             try:
-                yield below, GitIgnoreSpec.from_lines(file.read_text("utf-8", "surrogateescape").splitlines())
+                yield below, GitIgnoreSpec.from_lines(lines)
             except ValueError as error:
                 raise UsageError(f"{file}: {error}", "it has the syntax of .gitignore") from error
 
 
 def _is_ignored(name: str, rules: Sequence[tuple[str, GitIgnoreSpec]]) -> bool:
     """Return whether the last matching pattern ignores a file, or a folder (with a final slash)."""
-    matches = (spec.check_file(name[len(below) :]).include for below, spec in reversed(rules))
-    return bool(next((match for match in matches if match is not None), False))
+    for below, spec in reversed(rules):
+        is_ignored = spec.check_file(name[len(below) :]).include
+        if is_ignored is not None:
+            return bool(is_ignored)
+    return False
