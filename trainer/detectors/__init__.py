@@ -90,41 +90,38 @@ class Parts:
     postprocess: Postprocess
     stride: int = 32
     least_side: int = 64  # pixels of the smallest image that the model takes
-    needs_squares: bool = (
-        False  # whether it predicts fractions of an image's sides, and so learns only squares
-    )
+    # Whether it predicts fractions of an image's sides, and so learns only squares.
+    needs_squares: bool = False
     norm_stride: int = 0  # pixels per value of the coarsest batch norm; 0: the stride
     close_mosaic: int = 0  # last epochs without mosaics, if the hyper-parameters do not say
     can_compile: bool = True  # whether the loss has no shapes that depend on values
-    reads_values: bool = (
-        False  # whether the model reads values of tensors, which the meta device does not have
-    )
-    backbone: str = (
-        ""  # prefix of the names of the backbone's parameters, for the hyper-parameter backbone_lr
-    )
+    # Whether the model reads values of tensors, which the meta device does not have.
+    reads_values: bool = False
+    # Prefix of the names of the backbone's parameters, for the hyper-parameter backbone_lr.
+    backbone: str = ""
     has_dropout: bool = False  # whether the hyper-parameter dropout has an effect
     needs_targets: bool = False  # whether the model takes the targets in training
     can_split: bool = True  # whether torch.fx can trace the model and cut it between its layers
     # For an export: (model, outputs) -> boxes (b, n, 4) xyxy in px, scores (b, n, nc). None: it cannot be exported.
     decode: Callable[[Any, Outputs], tuple[Tensor, Tensor]] | None = None
-    has_ranked_rows: bool = (
-        False  # whether rounding can swap rows of `decode`, which are in the order of scores
-    )
+    # Whether rounding can swap rows of `decode`, which are in the order of scores.
+    has_ranked_rows: bool = False
     exports_any_size: bool = True  # whether an exported file can take images of any number and size
     fit: Fit | None = None
 
     def check(self, settings: Settings, where: str) -> None:
         """Raise TrainerError for settings that the family does not support; `where` names the model."""
         strategy = traits_of(settings.parallel)
-        if (self.needs_targets and not strategy.passes_targets) or (
-            strategy.splits_layers and not self.can_split
-        ):
+        lacks_targets = self.needs_targets and not strategy.passes_targets
+        cannot_split = strategy.splits_layers and not self.can_split
+        if lacks_targets or cannot_split:
             what = f"--parallel {settings.parallel}: {where} cannot be trained with it"
             raise TrainerError(what, "leave --parallel out")
         if settings.rect and self.needs_squares:
             raise TrainerError(f"--rect: {where} can only be trained with squares", "leave --rect out")
         for key, has_effect in (("backbone_lr", self.backbone), ("dropout", self.has_dropout)):
-            if getattr(settings.hyp, key) != getattr(Hyp(), key) and not has_effect:
+            is_default = getattr(settings.hyp, key) == getattr(Hyp(), key)
+            if not is_default and not has_effect:
                 raise TrainerError(f"--hyp: {key} has no effect on {where}", "leave it out")
 
 
@@ -145,13 +142,15 @@ def best_pairs(boxes: Tensor, scores: Tensor, limits: Limits) -> list[Detections
         wanted[list(limits.classes)] = 1
         scores = scores * wanted
     classes = scores.shape[2]
-    best, place = scores.flatten(1).topk(min(limits.most, scores[0].numel()), dim=1)
-    found = []
-    for image, score, at in zip(boxes, best, place, strict=True):
+    count = min(limits.most, scores[0].numel())
+    best_scores, best = scores.flatten(1).topk(count, dim=1)  # a pair's number: box * classes + class
+    detections = []
+    for image_boxes, score, pair in zip(boxes, best_scores, best, strict=True):
         keep = score > limits.confidence
-        at = at[keep]
-        found.append(Detections(image[at // classes].cpu(), score[keep].cpu(), (at % classes).cpu()))
-    return found
+        kept = pair[keep]
+        box = image_boxes[kept // classes]
+        detections.append(Detections(box.cpu(), score[keep].cpu(), (kept % classes).cpu()))
+    return detections
 
 
 def read_cfg(cfg: str) -> ModelCfg:
@@ -189,6 +188,5 @@ def _import(path: str, where: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
-        raise TrainerError(
-            f"{where}: requires the package {error.name}", f"pip install '{EXTRAS[error.name]}'"
-        ) from None
+        hint = f"pip install '{EXTRAS[error.name]}'"
+        raise TrainerError(f"{where}: requires the package {error.name}", hint) from None
