@@ -16,7 +16,9 @@ ENOUGH = 0.98  # share of boxes that some anchor fits, above which anchors stay 
 SMALLEST_PX = 2.0
 ITERATIONS = 30
 GENERATIONS = 1000
-CHANGED, SIGMA, LIMITS = 0.9, 0.1, (0.3, 3.0)  # share of values that a generation changes, by which factor
+CHANGED = 0.9  # share of the values that a generation changes
+SIGMA = 0.1  # standard deviation of the factor of a change
+LIMITS = (0.3, 3.0)  # of that factor
 FITTED_ON = 5000  # boxes at most; more only take longer
 IMAGES = 20_000  # sample size: enough to estimate the recall on a larger set
 
@@ -29,7 +31,9 @@ def box_sizes(dataset: Dataset, imgsz: int, seed: int) -> Sizes:
     sizes = [np.zeros((0, 2))]
     for index in numbers.tolist():
         height, width = dataset.size(index)
-        sizes.append(dataset.labels(index)[:, 3:5] * np.array([width, height]) * (imgsz / max(height, width)))
+        scale = imgsz / max(height, width)
+        fractions = dataset.labels(index)[:, 3:5]
+        sizes.append(fractions * np.array([width, height]) * scale)
     return np.concatenate(sizes).astype(np.float64)
 
 
@@ -46,9 +50,8 @@ def fit_anchors(
         return cfg, ""
     strides = torch.tensor(head.strides, dtype=torch.float64).view(-1, 1, 1)
     own = (head.anchors.double().cpu() * strides).view(-1, 2).numpy()
-    chosen, message = comm.broadcast(
-        _choose(dataset, own, imgsz, anchor_t, seed) if comm.is_rank_zero() else None
-    )
+    choice = _choose(dataset, own, imgsz, anchor_t, seed) if comm.is_rank_zero() else None
+    chosen, message = comm.broadcast(choice)
     if chosen is not None:
         pixels = torch.from_numpy(chosen).view(len(head.strides), -1, 2)
         head.anchors.copy_(pixels / strides)
@@ -60,18 +63,20 @@ def _choose(dataset: Dataset, own: Sizes, imgsz: int, anchor_t: float, seed: int
     """Return new anchors or None, and a message."""
     sizes = box_sizes(dataset, imgsz, seed)
     sizes = sizes[(sizes > 0).all(1)]
-    if (sizes >= SMALLEST_PX).all(1).sum() < len(own):
+    large_enough = (sizes >= SMALLEST_PX).all(1).sum()
+    if large_enough < len(own):
         return None, f"anchors: {len(sizes)} boxes at {imgsz} px are too few or too small: anchors kept"
     before = recall(sizes, own, anchor_t)
-    found = f"anchors fit {before:.1%} of {len(sizes):,} boxes at {imgsz} px"
+    fit_before = f"anchors fit {before:.1%} of {len(sizes):,} boxes at {imgsz} px"
     if before > ENOUGH:
-        return None, found
-    other = fit(sizes, len(own), anchor_t, seed).round(1)
-    after = recall(sizes, other, anchor_t)
+        return None, fit_before
+    fitted = fit(sizes, len(own), anchor_t, seed).round(1)
+    after = recall(sizes, fitted, anchor_t)
     if after <= before:
-        return None, f"{found}; no better ones were found"
-    listed = "  ".join(f"{w:g}x{h:g}" for w, h in other)
-    return other, f"{found}: replaced by others that fit {after:.1%} (--noautoanchor keeps them): {listed}"
+        return None, f"{fit_before}; no better ones were found"
+    listed = "  ".join(f"{w:g}x{h:g}" for w, h in fitted)
+    replaced = f"replaced by others that fit {after:.1%} (--noautoanchor keeps them): {listed}"
+    return fitted, f"{fit_before}: {replaced}"
 
 
 def recall(sizes: Sizes, anchors: Sizes, anchor_t: float) -> float:
@@ -87,31 +92,37 @@ def fit(sizes: Sizes, count: int, anchor_t: float, seed: int) -> Sizes:
     rng = np.random.default_rng(seed)
     sizes = sizes[(sizes >= SMALLEST_PX).all(1)]
     if len(sizes) > FITTED_ON:
-        sizes = sizes[np.sort(rng.choice(len(sizes), FITTED_ON, replace=False))]
+        sample = np.sort(rng.choice(len(sizes), FITTED_ON, replace=False))
+        sizes = sizes[sample]
     best = _k_means(sizes, count, rng)
     fitness = _fitness(sizes, best, anchor_t)
     for _ in range(GENERATIONS):
-        change = np.where(rng.random(best.shape) < CHANGED, 1 + SIGMA * rng.standard_normal(best.shape), 1.0)
-        changed = np.maximum(best * change.clip(*LIMITS), SMALLEST_PX)
-        if (now := _fitness(sizes, changed, anchor_t)) > fitness:
+        is_changed = rng.random(best.shape) < CHANGED
+        factors = np.where(is_changed, 1 + SIGMA * rng.standard_normal(best.shape), 1.0)
+        changed = np.maximum(best * factors.clip(*LIMITS), SMALLEST_PX)
+        changed_fitness = _fitness(sizes, changed, anchor_t)
+        if changed_fitness > fitness:
             best = changed
-            fitness = now
+            fitness = changed_fitness
     ordered: Sizes = best[best.prod(1).argsort()]
     return ordered
 
 
 def _closeness(sizes: Sizes, anchors: Sizes) -> npt.NDArray[np.float64]:
     """(n,): 1 where a box has an anchor's size, else the ratio of the side that differs most, for the best anchor."""
-    logs = np.log(sizes).T
-    others = np.log(anchors)
-    apart = np.maximum(np.abs(others[:, :1] - logs[0]), np.abs(others[:, 1:] - logs[1])).min(0)
+    log_width, log_height = np.log(sizes).T
+    anchor_logs = np.log(anchors)
+    width_apart = np.abs(anchor_logs[:, :1] - log_width)  # (anchors, n)
+    height_apart = np.abs(anchor_logs[:, 1:] - log_height)
+    apart = np.maximum(width_apart, height_apart).min(0)
     closeness: npt.NDArray[np.float64] = np.exp(-apart)
     return closeness
 
 
 def _fitness(sizes: Sizes, anchors: Sizes, anchor_t: float) -> float:
     closeness = _closeness(sizes, anchors)
-    return float((closeness * (closeness > 1 / anchor_t)).mean())
+    fits = closeness > 1 / anchor_t
+    return float((closeness * fits).mean())
 
 
 def _k_means(sizes: Sizes, count: int, rng: np.random.Generator) -> Sizes:
@@ -121,11 +132,12 @@ def _k_means(sizes: Sizes, count: int, rng: np.random.Generator) -> Sizes:
     centres = points[rng.integers(len(points))][None]
     while len(centres) < count:
         distance = ((points[:, None] - centres[None]) ** 2).sum(2).min(1) + 1e-12
-        centres = np.vstack((centres, points[rng.choice(len(points), p=distance / distance.sum())]))
+        drawn = rng.choice(len(points), p=distance / distance.sum())
+        centres = np.vstack((centres, points[drawn]))
     for _ in range(ITERATIONS):
         nearest = ((points[:, None] - centres[None]) ** 2).sum(2).argmin(1)
-        number = np.bincount(nearest, minlength=count)
+        number = np.bincount(nearest, minlength=count)[:, None]  # of points
         sums = np.stack([np.bincount(nearest, points[:, k], minlength=count) for k in (0, 1)], 1)
-        centres = np.where(number[:, None] > 0, sums / np.maximum(number, 1)[:, None], centres)
+        centres = np.where(number > 0, sums / np.maximum(number, 1), centres)
     fitted: Sizes = centres * spread
     return fitted
