@@ -28,7 +28,9 @@ class Detector:
         self.device = device
         self.dtype = dtype
         self.limits = limits
-        self.network_s = self.nms_s = 0.0  # sum over all calls
+        # Sums over all calls.
+        self.network_s = 0.0
+        self.nms_s = 0.0
         self.images = 0
         self.losses = LossSums()
 
@@ -43,21 +45,20 @@ class Detector:
             inputs = as_input(images.to(self.device, non_blocking=True))
             raw = self._criterion.validation_outputs(self._net, inputs) if targets else self._net(inputs)
         middle = comm.now(self.device)
-        found = [in_full_precision(each) for each in self._postprocess(self._net, raw, self.limits)]
+        detections = [in_full_precision(image) for image in self._postprocess(self._net, raw, self.limits)]
         self.network_s += middle - begin
         self.nms_s += time.perf_counter() - middle
         self.images += len(images)
         if targets:
             moved = {name: values.to(self.device, non_blocking=True) for name, values in targets.items()}
             self.losses.add(*self._criterion(raw, moved, size_of(inputs)))
-        return found
+        return detections
 
 
 def in_full_precision(found: Detections) -> Detections:
     """Return the detections in float32 if they are in bf16 or fp16, which NumPy and the metric cannot take."""
-    boxes, scores = (
-        part.to(torch.promote_types(part.dtype, torch.float32)) for part in (found.boxes, found.scores)
-    )
+    boxes = found.boxes.to(torch.promote_types(found.boxes.dtype, torch.float32))
+    scores = found.scores.to(torch.promote_types(found.scores.dtype, torch.float32))
     return replace(found, boxes=boxes, scores=scores)
 
 
