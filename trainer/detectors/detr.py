@@ -36,7 +36,8 @@ SIZES = {"r50": _resnet([3, 4, 6, 3]), "r101": _resnet([3, 4, 23, 3])}
 def build(cfg: ModelCfg, *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build {"detr": a size, or the library's configuration} for `nc` classes."""
     dropout = {} if hyp.dropout is None else {"dropout": hyp.dropout}
-    net = DetrForObjectDetection(DetrConfig(**describe(cfg, SIZES, nc, where) | dropout))
+    arguments = describe(cfg, SIZES, nc, where) | dropout
+    net = DetrForObjectDetection(DetrConfig(**arguments))
     _unfreeze(net.model.backbone)
     _initialize(net)
     return Parts(
@@ -106,15 +107,16 @@ class Network(Classifier):
         In training the outputs of all layers instead, (b, layers, q, values), with nc + 1 classes.
         """
         net: Any = self.net
-        found = net.model((images - self.mean) / self.std)
+        decoded = net.model((images - self.mean) / self.std)
+        last = decoded.last_hidden_state  # (b, q, d)
         if self.training:
-            hidden = torch.cat(
-                (found.intermediate_hidden_states[:-1], found.last_hidden_state[None])
-            ).transpose(0, 1)
-            values = net.class_labels_classifier(hidden), net.bbox_predictor(hidden).sigmoid()
-            return dict(zip((LAYERS["logits"], LAYERS["pred_boxes"]), values, strict=True))
-        scores = net.class_labels_classifier(found.last_hidden_state).float().softmax(-1)[..., :-1]
-        boxes = net.bbox_predictor(found.last_hidden_state).sigmoid()
+            hidden = torch.cat((decoded.intermediate_hidden_states[:-1], last[None])).transpose(0, 1)
+            return {
+                LAYERS["logits"]: net.class_labels_classifier(hidden),
+                LAYERS["pred_boxes"]: net.bbox_predictor(hidden).sigmoid(),
+            }
+        scores = net.class_labels_classifier(last).float().softmax(-1)[..., :-1]
+        boxes = net.bbox_predictor(last).sigmoid()
         return {"logits": scores.logit(), "boxes": in_px(boxes, images)}
 
 
@@ -128,7 +130,7 @@ class DetrLoss(QueryLoss):
         Criterion.__init__(self, [1.0, c.bbox_loss_coefficient, c.giou_loss_coefficient])
         matcher = HungarianMatcher(c.class_cost, c.bbox_cost, c.giou_cost)
         self.loss = ImageLoss(matcher, c.num_labels, c.eos_coefficient, ["labels", "boxes"])
-        self._net = (net,)
+        self._net = (net,)  # in a tuple: its weights are the network's
 
     def without_noise(self) -> None:
         """Learn without dropout."""
@@ -144,18 +146,18 @@ class DetrLoss(QueryLoss):
     def counts(self, outputs: dict[str, Any], labels: Labels) -> list[float]:
         """Return the boxes, and the weights of the classes of all queries: those of no object count less."""
         images, _, queries, _ = outputs[LAYERS["logits"]].shape
-        matched = sum(min(len(each["boxes"]), queries) for each in labels)
-        return [
-            sum(len(each["boxes"]) for each in labels),
-            matched + self.loss.eos_coef * (images * queries - matched),
-        ]
+        boxes = [len(image_labels["boxes"]) for image_labels in labels]
+        matched = sum(min(count, queries) for count in boxes)
+        others = images * queries - matched
+        return [sum(boxes), matched + self.loss.eos_coef * others]
 
     def sums(self, name: str, value: Tensor, counts: Tensor) -> Tensor:
         """Return the sums (2,) whose quotients are a loss of the library."""
-        whole = value * counts.clamp(min=1).float()
-        return whole * whole.new_tensor([0, 1] if "_ce" in name else [1, 0])
+        sums = value * counts.clamp(min=1).float()
+        is_divisor = [0, 1] if "_ce" in name else [1, 0]  # for each count
+        return sums * sums.new_tensor(is_divisor)
 
     def _by_layer(self, outputs: dict[str, Any]) -> dict[str, Any]:
         whole = {key: outputs[name] for key, name in LAYERS.items() if name in outputs}
-        layers = by_layer(whole, whole["logits"].shape[1])
-        return {**layers.pop(), "auxiliary_outputs": layers}
+        *others, last = by_layer(whole, whole["logits"].shape[1])
+        return {**last, "auxiliary_outputs": others}
