@@ -162,29 +162,29 @@ class SummedLoss(DFineLoss, InPairs):  # type: ignore[misc]
         teacher = outputs["teacher_corners"]
         matched, boxes = self.matched(targets, indices)
         with torch.no_grad():
+            points = outputs["ref_points"][matched]
             wanted = box_convert(boxes, "cxcywh", "xyxy")
-            distances = outputs["ref_points"][matched], wanted, self.max_num_bins, self.reg_scale, self.up
-            bins, right, left = bbox2distance(*distances)
+            bins, right, left = bbox2distance(points, wanted, self.max_num_bins, self.reg_scale, self.up)
             iou, _ = overlap(outputs["pred_boxes"][matched], boxes)
-        mine = corners[matched].reshape(-1, self.max_num_bins + 1)
-        weight = iou.repeat_interleave(4)
-        losses = {
-            "loss_fgl": self.unimodal_distribution_focal_loss(
-                mine, bins, right, left, weight, avg_factor=num_boxes
-            )
-        }
+        sides = corners[matched].reshape(-1, self.max_num_bins + 1)
+        side_weight = iou.repeat_interleave(4)
+        fine = self.unimodal_distribution_focal_loss(
+            sides, bins, right, left, side_weight, avg_factor=num_boxes
+        )
         if torch.equal(corners, teacher):  # the last layer
-            return {**losses, "loss_ddf": corners.new_zeros(2)}
+            return {"loss_fgl": fine, "loss_ddf": corners.new_zeros(2)}
         is_matched = torch.zeros(corners.shape[:2], dtype=torch.bool, device=corners.device)
         is_matched[matched] = True
         with torch.no_grad():
             weight = outputs["teacher_logits"].sigmoid().amax(-1)
             weight[matched] = iou
         shape = (*corners.shape[:2], 4, self.max_num_bins + 1)
-        mine, theirs = (each.reshape(shape) / T for each in (corners, teacher.detach()))
+        mine = corners.reshape(shape) / T
+        theirs = teacher.detach().reshape(shape) / T
         divergence = F.kl_div(mine.log_softmax(-1), theirs.softmax(-1), reduction="none").sum((2, 3))
         loss = divergence * weight * T**2
-        return {**losses, "loss_ddf": torch.stack((loss[is_matched].sum(), loss[~is_matched].sum()))}
+        distilled = torch.stack((loss[is_matched].sum(), loss[~is_matched].sum()))
+        return {"loss_fgl": fine, "loss_ddf": distilled}
 
 
 class FineLoss(QueryLoss):
@@ -198,21 +198,30 @@ class FineLoss(QueryLoss):
 
     def counts(self, outputs: dict[str, Any], labels: Labels) -> list[int]:
         """Return the numbers of the boxes, of the matched and other queries, and of the same of the noisy copies."""
-        boxes = [len(each["boxes"]) for each in labels]
+        boxes = [len(image_labels["boxes"]) for image_labels in labels]
+        images = len(labels)
         noise = outputs.get(NOISE)
-        noisy, queries = noise["dn_num_split"] if noise else (0, outputs["enc_topk_logits"].shape[1])
-        matched = sum(min(n, queries) for n in boxes)
-        copies = noise["dn_num_group"] * sum(boxes) if noise else 0
-        return [sum(boxes), matched, queries * len(boxes) - matched, copies, noisy * len(boxes) - copies]
+        if noise:
+            noisy, queries = noise["dn_num_split"]  # of an image
+            copies = noise["dn_num_group"] * sum(boxes)
+        else:
+            noisy = 0
+            queries = outputs["enc_topk_logits"].shape[1]
+            copies = 0
+        matched = sum(min(count, queries) for count in boxes)
+        return [sum(boxes), matched, queries * images - matched, copies, noisy * images - copies]
 
     def divisors(self, counts: Tensor, /) -> Tensor:
         """Return the boxes, and for the others 4 root(n) (root(matched) + root(others)): a query has four sides."""
+        # Rows: the queries, and the noisy copies. Columns: matched, others.
         roots = counts[1:].clamp(min=0).sqrt().view(2, 2)
-        return torch.cat((counts[:1], (4 * roots * roots.sum(1, keepdim=True)).flatten()))
+        divisors = 4 * roots * roots.sum(1, keepdim=True)
+        return torch.cat((counts[:1], divisors.flatten()))
 
     def sums(self, name: str, value: Tensor, counts: Tensor) -> Tensor:
         """Return the sums (5,) whose quotients are a loss of the library."""
         if not name.startswith("loss_ddf"):
             return super().sums(name, value, counts)
         before = 3 if "_dn_" in name else 1
-        return F.pad(value, (before, 5 - before - 2))
+        after = 5 - before - 2
+        return F.pad(value, (before, after))
