@@ -39,22 +39,22 @@ def build(cfg: ModelCfg, *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build {"torchvision": one of MODELS} for `nc` classes."""
     name = cfg["torchvision"]
     if name not in MODELS:
-        known = ", ".join(f"torchvision:{each}" for each in MODELS)
-        raise TrainerError(
-            f"{where}: torchvision has no detector {name!r} that can be trained here", f"use {known}"
-        )
+        known = ", ".join(f"torchvision:{model}" for model in MODELS)
+        what = f"{where}: torchvision has no detector {name!r} that can be trained here"
+        raise TrainerError(what, f"use {known}")
     return MODELS[name](name, nc)
 
 
 def _retinanet(name: str, nc: int) -> Parts:
     if name == SMALL:
-        how = {
-            "weights": None,
-            "trainable_layers": 5,
-            "returned_layers": [2, 3, 4],
-            "norm_layer": nn.BatchNorm2d,
-        }
-        backbone = resnet_fpn_backbone(backbone_name="resnet18", extra_blocks=LastLevelP6P7(256, 256), **how)
+        backbone = resnet_fpn_backbone(
+            backbone_name="resnet18",
+            weights=None,
+            trainable_layers=5,
+            returned_layers=[2, 3, 4],
+            extra_blocks=LastLevelP6P7(256, 256),
+            norm_layer=nn.BatchNorm2d,
+        )
         net = detection.RetinaNet(backbone, nc)
     else:
         net = _untrained(name, nc)
@@ -90,7 +90,7 @@ MODELS: dict[str, Callable[[str, int], Parts]] = {
     **dict.fromkeys(("retinanet_resnet50_fpn", "retinanet_resnet50_fpn_v2", SMALL), _retinanet),
     "fcos_resnet50_fpn": _fcos,
     "ssdlite320_mobilenet_v3_large": _ssdlite,
-    **dict.fromkeys((f"fasterrcnn_{each}" for each in RCNNS), _rcnn),
+    **dict.fromkeys((f"fasterrcnn_{name}" for name in RCNNS), _rcnn),
 }
 
 
@@ -106,8 +106,9 @@ class Network(Classifier):
         images = (images - self.mean) / self.std
         features = list(net.backbone(images).values())
         anchors = anchors_of(net.anchor_generator, images, features)
-        cells = torch.tensor([each.shape[2] * each.shape[3] for each in features], device=images.device)
-        return {**net.head(features), "anchors": anchors, "cells": cells}
+        cells = [level.shape[2] * level.shape[3] for level in features]
+        cells_of_levels = torch.tensor(cells, device=images.device)
+        return {**net.head(features), "anchors": anchors, "cells": cells_of_levels}
 
 
 class Float32(nn.Sequential):
@@ -119,7 +120,8 @@ class Float32(nn.Sequential):
 
     def forward(self, features: Tensor) -> Tensor:
         """Run the layers on features, and return the last layer's output."""
-        with torch.autocast("cuda" if features.is_cuda else "cpu", enabled=False):
+        device = "cuda" if features.is_cuda else "cpu"
+        with torch.autocast(device, enabled=False):
             features = features.to(torch.promote_types(features.dtype, torch.float32))
             for layer in self:
                 features = layer(features)
@@ -128,8 +130,9 @@ class Float32(nn.Sequential):
 
 def anchors_of(generator: Any, images: Tensor, features: Sequence[Tensor]) -> Tensor:
     """Return the anchors (n, 4) xyxy px of an image, in float32: in bf16 they would be off by up to two pixels."""
-    sizes = [each.new_zeros((), dtype=torch.float32).expand(each.shape) for each in features]
-    anchors: Tensor = generator(ImageList(images, [images.shape[2:]]), sizes)[0]
+    # The generator only reads the features' shapes and type.
+    levels = [level.new_zeros((), dtype=torch.float32).expand(level.shape) for level in features]
+    anchors: Tensor = generator(ImageList(images, [images.shape[2:]]), levels)[0]
     return anchors
 
 
@@ -152,10 +155,11 @@ class RetinaNetLoss(Criterion):
     ) -> tuple[Tensor, Tensor]:
         """Return the sums (2, 1) and the images (1,)."""
         images = len(outputs["cls_logits"])
-        boxes = targets["boxes"]
-        found = self._compute(labels_of(boxes, images), heads_of(outputs), [outputs["anchors"]] * images)
-        means = torch.stack((found["classification"], found["bbox_regression"]))
-        return means[:, None] * images, torch.full((1,), images, dtype=torch.float64, device=boxes.device)
+        labels = labels_of(targets["boxes"], images)
+        losses = self._compute(labels, heads_of(outputs), [outputs["anchors"]] * images)
+        means = torch.stack((losses["classification"], losses["bbox_regression"]))
+        count = torch.full((1,), images, dtype=torch.float64, device=targets["boxes"].device)
+        return means[:, None] * images, count
 
 
 class CountingHead(FCOSHead):  # type: ignore[misc]
@@ -164,7 +168,8 @@ class CountingHead(FCOSHead):  # type: ignore[misc]
     def compute_loss(self, targets: Any, head_outputs: Any, anchors: Any, matched_idxs: list[Tensor]) -> Any:
         """Return the library's losses, and the number of matched cells."""
         losses = super().compute_loss(targets, head_outputs, anchors, matched_idxs)
-        return {**losses, "matched": torch.stack([(each >= 0).sum() for each in matched_idxs]).sum()}
+        of_images = [(matches >= 0).sum() for matches in matched_idxs]
+        return {**losses, "matched": torch.stack(of_images).sum()}
 
 
 class FcosLoss(RetinaNetLoss):
@@ -179,9 +184,11 @@ class FcosLoss(RetinaNetLoss):
         images = len(outputs["cls_logits"])
         cells = outputs["cells"].tolist()
         labels = labels_of(targets["boxes"], images)
-        found = self._compute(labels, heads_of(outputs), [outputs["anchors"]] * images, cells)
-        means = torch.stack([found[name] for name in ("classification", "bbox_regression", "bbox_ctrness")])
-        return (means * found["matched"].clamp(min=1))[:, None], found["matched"].double()[None]
+        losses = self._compute(labels, heads_of(outputs), [outputs["anchors"]] * images, cells)
+        means = torch.stack((losses["classification"], losses["bbox_regression"], losses["bbox_ctrness"]))
+        matched = losses["matched"]
+        sums = means * matched.clamp(min=1)
+        return sums[:, None], matched.double()[None]
 
 
 class SsdLoss(RetinaNetLoss):
@@ -198,15 +205,17 @@ class SsdLoss(RetinaNetLoss):
         images = len(outputs["cls_logits"])
         anchors = outputs["anchors"]
         labels = labels_of(targets["boxes"], images, first=1)
-        # The matcher refuses images without boxes.
-        none = torch.full((len(anchors),), -1, device=anchors.device)
-        matched = [
-            self._matcher(box_iou(each["boxes"], anchors)) if len(each["boxes"]) else none for each in labels
-        ]
-        count = torch.stack([(each >= 0).sum() for each in matched]).sum()
-        found = self._compute(labels, heads_of(outputs), [anchors] * images, matched)
-        means = torch.stack((found["classification"], found["bbox_regression"]))
-        return (means * count.clamp(min=1))[:, None], count.double()[None]
+        no_match = torch.full((len(anchors),), -1, device=anchors.device)
+        matches = []  # of each image: the number of each anchor's box, negative without one
+        for image_labels in labels:
+            boxes = image_labels["boxes"]
+            # The matcher refuses images without boxes.
+            matches.append(self._matcher(box_iou(boxes, anchors)) if len(boxes) else no_match)
+        matched = torch.stack([(boxes >= 0).sum() for boxes in matches]).sum()
+        losses = self._compute(labels, heads_of(outputs), [anchors] * images, matches)
+        means = torch.stack((losses["classification"], losses["bbox_regression"]))
+        sums = means * matched.clamp(min=1)
+        return sums[:, None], matched.double()[None]
 
 
 class Sampler(BalancedPositiveNegativeSampler):  # type: ignore[misc]
@@ -217,13 +226,16 @@ class Sampler(BalancedPositiveNegativeSampler):  # type: ignore[misc]
 
     def __call__(self, labels: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the masks of the chosen positives and negatives of each image."""
-        chosen: tuple[list[Tensor], list[Tensor]] = [], []
-        for seed, each in zip(self.seeds, labels, strict=True):
+        positives: list[Tensor] = []
+        negatives: list[Tensor] = []
+        for seed, image_labels in zip(self.seeds, labels, strict=True):
             torch.manual_seed(seed)
-            for masks, mask in zip(chosen, super().__call__([each]), strict=True):
-                masks += mask
-        self.drawn = int(torch.stack([mask.sum() for masks in chosen for mask in masks]).sum())
-        return chosen
+            positive, negative = super().__call__([image_labels])
+            positives += positive
+            negatives += negative
+        drawn = torch.stack([mask.sum() for mask in (*positives, *negatives)]).sum()
+        self.drawn = int(drawn)
+        return positives, negatives
 
 
 class TwoStageNetwork(Classifier):
@@ -235,8 +247,8 @@ class TwoStageNetwork(Classifier):
         super().__init__(net)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         for stage in (net.rpn, net.roi_heads):
-            old = stage.fg_bg_sampler
-            stage.fg_bg_sampler = Sampler(old.batch_size_per_image, old.positive_fraction)
+            original = stage.fg_bg_sampler
+            stage.fg_bg_sampler = Sampler(original.batch_size_per_image, original.positive_fraction)
 
     @property
     def parts(self) -> list[tuple[str, nn.Module]]:
@@ -258,24 +270,27 @@ class TwoStageNetwork(Classifier):
         features = net.backbone(images)
         sizes = [tuple(images.shape[2:])] * len(images)
         levels = list(features.values())
-        objectness, deltas = net.rpn.head(levels)
         anchors = anchors_of(net.rpn.anchor_generator, images, levels)
-        cells = [each[0].numel() for each in objectness]
-        objectness, deltas = (each.float() for each in concat_box_prediction_layers(objectness, deltas))
+        level_objectness, level_deltas = net.rpn.head(levels)
+        predictions = [level[0].numel() for level in level_objectness]  # of an image
+        objectness, deltas = concat_box_prediction_layers(level_objectness, level_deltas)
+        objectness = objectness.float()
+        deltas = deltas.float()
         boxes = net.rpn.box_coder.decode(deltas.detach(), [anchors] * len(images)).view(len(images), -1, 4)
-        proposals, _ = net.rpn.filter_proposals(boxes, objectness, sizes, cells)
-        if (
-            levels[0].dtype == torch.float64
-        ):  # the pooling wants the features' type, or autocast converts these
-            proposals = [each.double() for each in proposals]
-        found = {"objectness": objectness, "deltas": deltas, "anchors": anchors}
+        proposals, _ = net.rpn.filter_proposals(boxes, objectness, sizes, predictions)
+        if levels[0].dtype == torch.float64:
+            # The pooling wants the features' type, or autocast converts these.
+            proposals = [of_image.double() for of_image in proposals]
+        first_stage = {"objectness": objectness, "deltas": deltas, "anchors": anchors}
+        choice = {}
         if labels is not None:
             proposals, _, classes, offsets = net.roi_heads.select_training_samples(proposals, labels)
-            found |= {"classes": classes, "offsets": offsets}
-        pooled = net.roi_heads.box_head(net.roi_heads.box_roi_pool(features, proposals, sizes))
-        logits, regression = net.roi_heads.box_predictor(pooled)
+            choice = {"classes": classes, "offsets": offsets}
+        pooled = net.roi_heads.box_roi_pool(features, proposals, sizes)
+        logits, regression = net.roi_heads.box_predictor(net.roi_heads.box_head(pooled))
         return {
-            **found,
+            **first_stage,
+            **choice,
             "proposals": proposals,
             "cls_logits": logits.float(),
             "bbox_regression": regression.float(),
@@ -284,9 +299,11 @@ class TwoStageNetwork(Classifier):
     def _seed(self, images: Tensor) -> None:
         """Seed the samplers by the pixels of each image and the number of the step."""
         self.steps += 1
-        seeds = ((images * 255).round().long().sum((1, 2, 3)) + self.steps * 1_000_003).tolist()
+        pixels = (images * 255).round().long()
+        seeds = (pixels.sum((1, 2, 3)) + self.steps * 1_000_003).tolist()
         net: Any = self.net
-        net.rpn.fg_bg_sampler.seeds = net.roi_heads.fg_bg_sampler.seeds = seeds
+        net.rpn.fg_bg_sampler.seeds = seeds
+        net.roi_heads.fg_bg_sampler.seeds = seeds
 
 
 class TwoStageLoss(Criterion):
@@ -308,21 +325,24 @@ class TwoStageLoss(Criterion):
 
     def forward(self, outputs: dict[str, Any], targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
         """Return the sums (4, 2), and the chosen proposals and anchors (2,)."""
-        (rpn,), images = self._rpn, len(outputs["proposals"])
+        (rpn,) = self._rpn
+        images = len(outputs["proposals"])
         anchors = [outputs["anchors"]] * images
-        positive, boxes = rpn.assign_targets_to_anchors(anchors, labels_of(targets["boxes"], images, first=1))
-        first = rpn.compute_loss(
-            outputs["objectness"], outputs["deltas"], positive, rpn.box_coder.encode(boxes, anchors)
-        )
+        labels = labels_of(targets["boxes"], images, first=1)
+        objects, boxes = rpn.assign_targets_to_anchors(anchors, labels)  # of each anchor
+        wanted = rpn.box_coder.encode(boxes, anchors)
+        first = rpn.compute_loss(outputs["objectness"], outputs["deltas"], objects, wanted)
         second = fastrcnn_loss(
             outputs["cls_logits"],
             outputs["bbox_regression"],
             outputs["classes"],
-            [each.float() for each in outputs["offsets"]],
+            [of_image.float() for of_image in outputs["offsets"]],
         )
-        counts = torch.tensor([len(outputs["cls_logits"]), rpn.fg_bg_sampler.drawn], device=boxes[0].device)
-        stages = torch.eye(2, device=counts.device).repeat_interleave(2, 0)  # of each term
-        return torch.stack((*second, *first))[:, None] * stages * counts, counts.double()
+        proposals = len(outputs["cls_logits"])
+        counts = torch.tensor([proposals, rpn.fg_bg_sampler.drawn], device=boxes[0].device)
+        means = torch.stack((*second, *first))
+        is_divisor = torch.eye(2, device=counts.device).repeat_interleave(2, 0)  # for each term and count
+        return means[:, None] * is_divisor * counts, counts.double()
 
 
 def heads_of(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -335,8 +355,11 @@ def labels_of(boxes: Tensor, images: int, first: int = 0) -> Labels:
 
     `first` is the number of the first class: 1 where 0 is the background.
     """
-    mine = [boxes[boxes[:, 0] == k] for k in range(images)]
-    return [{"boxes": each[:, 2:], "labels": each[:, 1].long() + first} for each in mine]
+    labels = []
+    for k in range(images):
+        own = boxes[boxes[:, 0] == k]
+        labels.append({"boxes": own[:, 2:], "labels": own[:, 1].long() + first})
+    return labels
 
 
 def boxes_of(
@@ -345,22 +368,25 @@ def boxes_of(
     """Return `boxes` float32 (n, 6), [image, class, x1, y1, x2, y2] in pixels; without rows that pad."""
     centre = labels[:, 2:4]
     half = labels[:, 4:] / 2
-    corners = np.concatenate((centre - half, centre + half), 1) * np.array([width, height] * 2, np.float32)
-    return {"boxes": torch.from_numpy(np.concatenate((labels[:, :2], corners), 1))}
+    corners = np.concatenate((centre - half, centre + half), 1)
+    in_pixels = corners * np.array([width, height, width, height], np.float32)
+    return {"boxes": torch.from_numpy(np.concatenate((labels[:, :2], in_pixels), 1))}
 
 
 def postprocess(model: Any, outputs: dict[str, Tensor], limits: Limits) -> list[Detections]:
     """Return the detections of each image, by torchvision's thresholds and suppression over all levels together."""
-    heads = {name: [values] for name, values in heads_of(outputs).items()}
+    heads = heads_of(outputs)
     if limits.classes is not None:
-        heads["cls_logits"][0] = heads["cls_logits"][0].clone()
-        others = [k for k in range(heads["cls_logits"][0].shape[2]) if k not in limits.classes]
-        heads["cls_logits"][0][..., others] = -torch.inf
+        logits = heads["cls_logits"].clone()
+        others = [k for k in range(logits.shape[2]) if k not in limits.classes]
+        logits[..., others] = -torch.inf
+        heads["cls_logits"] = logits
+    one_level = {name: [values] for name, values in heads.items()}
     images = len(outputs["cls_logits"])
-    found = limited(model.net, limits).postprocess_detections(
-        heads, [[outputs["anchors"]]] * images, [NO_BORDER] * images
-    )
-    return [Detections(each["boxes"].cpu(), each["scores"].cpu(), each["labels"].cpu()) for each in found]
+    anchors = [[outputs["anchors"]]] * images
+    net = limited(model.net, limits)
+    found = net.postprocess_detections(one_level, anchors, [NO_BORDER] * images)
+    return [Detections(image["boxes"].cpu(), image["scores"].cpu(), image["labels"].cpu()) for image in found]
 
 
 def postprocess_ssd(model: Any, outputs: dict[str, Tensor], limits: Limits) -> list[Detections]:
@@ -368,23 +394,27 @@ def postprocess_ssd(model: Any, outputs: dict[str, Tensor], limits: Limits) -> l
     heads = heads_of(outputs)
     images = len(outputs["cls_logits"])
     heads["cls_logits"] = without_others(heads["cls_logits"], limits)
-    found = limited(model.net, limits).postprocess_detections(
-        heads, [outputs["anchors"]] * images, [NO_BORDER] * images
-    )
-    return [Detections(each["boxes"].cpu(), each["scores"].cpu(), each["labels"].cpu() - 1) for each in found]
+    anchors = [outputs["anchors"]] * images
+    net = limited(model.net, limits)
+    detections = []
+    for image in net.postprocess_detections(heads, anchors, [NO_BORDER] * images):
+        classes = image["labels"].cpu() - 1  # without the background
+        detections.append(Detections(image["boxes"].cpu(), image["scores"].cpu(), classes))
+    return detections
 
 
 def postprocess_rcnn(model: Any, outputs: dict[str, Any], limits: Limits) -> list[Detections]:
     """Return the detections of each image, by torchvision's thresholds and suppression per class."""
     logits = without_others(outputs["cls_logits"], limits)
     proposals = outputs["proposals"]
-    found = limited(model.net.roi_heads, limits).postprocess_detections(
-        logits, outputs["bbox_regression"], proposals, [NO_BORDER] * len(proposals)
-    )
-    return [
-        Detections(boxes.cpu(), scores.cpu(), labels.cpu() - 1)
-        for boxes, scores, labels in zip(*found, strict=True)
-    ]
+    second_stage = limited(model.net.roi_heads, limits)
+    borders = [NO_BORDER] * len(proposals)
+    found = second_stage.postprocess_detections(logits, outputs["bbox_regression"], proposals, borders)
+    detections = []
+    for boxes, scores, labels in zip(*found, strict=True):
+        classes = labels.cpu() - 1  # without the background
+        detections.append(Detections(boxes.cpu(), scores.cpu(), classes))
+    return detections
 
 
 def limited(net: Any, limits: Limits) -> Any:
