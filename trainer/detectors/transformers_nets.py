@@ -73,21 +73,21 @@ class Network(nn.Module):
         # Each query starts from a cell, and a small image has few.
         cells = sum(int(height // stride) * int(width // stride) for stride in self.net.config.feat_strides)
         self.net.config.num_queries = min(self._queries, cells)
-        found = self.net(images, labels=labels)
+        outputs = self.net(images, labels=labels)
         if self.training:
-            outputs = {
-                name: found[name] for name in (*LAYERS.values(), *ENCODER.values(), NOISE) if name in found
-            }
+            of_loss = (*LAYERS.values(), *ENCODER.values(), NOISE)
+            needed = {name: outputs[name] for name in of_loss if name in outputs}
             # The embedding of noisy classes is used with labels only; a network can be without it.
             embedding = getattr(self.net, "denoising_class_embed", None)
-            return {**outputs, "unused": embedding.weight.sum() * 0} if embedding else outputs
-        boxes = in_px(found.intermediate_reference_points[:, -1], images)
-        return {"logits": found.intermediate_logits[:, -1].float(), "boxes": boxes}
+            return {**needed, "unused": embedding.weight.sum() * 0} if embedding else needed
+        boxes = in_px(outputs.intermediate_reference_points[:, -1], images)
+        return {"logits": outputs.intermediate_logits[:, -1].float(), "boxes": boxes}
 
 
 def in_px(boxes: Tensor, images: Tensor) -> Tensor:
     """Return boxes (..., 4), cx cy w h normalised, as xyxy in pixels of the images."""
-    sides = torch.tensor([images.shape[3], images.shape[2]] * 2, dtype=torch.float32, device=images.device)
+    height, width = images.shape[2:]
+    sides = torch.tensor([width, height, width, height], dtype=torch.float32, device=images.device)
     corners: Tensor = box_convert(boxes.float(), "cxcywh", "xyxy")
     return corners * sides
 
@@ -98,28 +98,29 @@ class Matcher(RTDetrHungarianMatcher):  # type: ignore[misc]
     @torch.no_grad()
     def forward(self, outputs: dict[str, Tensor], targets: Labels) -> list[tuple[Tensor, Tensor]]:
         """Return the matched queries and boxes of each image."""
-        found = outputs["pred_boxes"]
+        predicted = outputs["pred_boxes"]
         logits = outputs["logits"]
-        boxes, classes = (
-            pad_sequence([each[key] for each in targets], True) for key in ("boxes", "class_labels")
-        )
-        score = logits.sigmoid() if self.use_focal_loss else logits.softmax(-1)
-        score = score.gather(2, classes[:, None].expand(-1, logits.shape[1], -1))
-        cost = -score
+        boxes = pad_sequence([image["boxes"] for image in targets], batch_first=True)
+        classes = pad_sequence([image["class_labels"] for image in targets], batch_first=True)
+        scores = logits.sigmoid() if self.use_focal_loss else logits.softmax(-1)
+        score = scores.gather(2, classes[:, None].expand(-1, logits.shape[1], -1))  # of each box's class
         if self.use_focal_loss:
+            positive = self.alpha * (1 - score) ** self.gamma * -(score + 1e-8).log()
             negative = (1 - self.alpha) * score**self.gamma * -(1 - score + 1e-8).log()
-            cost = self.alpha * (1 - score) ** self.gamma * -(score + 1e-8).log() - negative
-        _, giou = overlap(found[:, :, None], boxes[:, None])
-        cost = (
-            self.class_cost * cost + self.bbox_cost * torch.cdist(found, boxes, p=1) - self.giou_cost * giou
-        )
+            class_cost = positive - negative
+        else:
+            class_cost = -score
+        distance = torch.cdist(predicted, boxes, p=1)
+        _, giou = overlap(predicted[:, :, None], boxes[:, None])
+        cost = self.class_cost * class_cost + self.bbox_cost * distance - self.giou_cost * giou
         most = torch.finfo(cost.dtype).max
         cost = torch.nan_to_num(cost, nan=most, posinf=most, neginf=most).cpu()
-        pairs = [
-            linear_sum_assignment(each[:, : len(own["boxes"])])
-            for each, own in zip(cost, targets, strict=True)
-        ]
-        return [(torch.as_tensor(i), torch.as_tensor(j)) for i, j in pairs]
+        matches = []
+        for image_cost, image in zip(cost, targets, strict=True):
+            count = len(image["boxes"])  # the columns after them pad
+            queries, matched = linear_sum_assignment(image_cost[:, :count])
+            matches.append((torch.as_tensor(queries), torch.as_tensor(matched)))
+        return matches
 
 
 class InPairs(RTDetrLoss):  # type: ignore[misc]
@@ -134,13 +135,14 @@ class InPairs(RTDetrLoss):  # type: ignore[misc]
     ) -> dict[str, Tensor]:
         """Return the varifocal loss."""
         matched, boxes = self.matched(targets, indices)
-        classes = torch.cat([each["class_labels"][j] for each, (_, j) in zip(targets, indices, strict=True)])
+        classes = _of_matched("class_labels", targets, indices)
         logits = outputs["logits"]
         places = (*matched, classes)
         iou, _ = overlap(outputs["pred_boxes"][matched].detach(), boxes)
         score = torch.zeros_like(logits)
+        score[places] = iou.to(logits.dtype)
         others = torch.ones_like(logits)
-        score[places], others[places] = iou.to(logits.dtype), 0
+        others[places] = 0
         weight = self.alpha * logits.detach().sigmoid().pow(self.gamma) * others + score
         loss = F.binary_cross_entropy_with_logits(logits, score, weight, reduction="sum")
         return {"loss_vfl": loss / num_boxes}
@@ -150,22 +152,29 @@ class InPairs(RTDetrLoss):  # type: ignore[misc]
     ) -> dict[str, Tensor]:
         """Return the L1 and GIoU losses."""
         matched, boxes = self.matched(targets, indices)
-        found = outputs["pred_boxes"][matched]
-        _, giou = overlap(found, boxes)
+        predicted = outputs["pred_boxes"][matched]
+        _, giou = overlap(predicted, boxes)
         return {
-            "loss_bbox": (found - boxes).abs().sum() / num_boxes,
+            "loss_bbox": (predicted - boxes).abs().sum() / num_boxes,
             "loss_giou": (1 - giou).sum() / num_boxes,
         }
 
     def matched(self, targets: Labels, indices: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Return the images and numbers of the matched queries, and their boxes (n, 4)."""
-        boxes = torch.cat([each["boxes"][j] for each, (_, j) in zip(targets, indices, strict=True)])
-        return self._get_source_permutation_idx(indices), boxes
+        return self._get_source_permutation_idx(indices), _of_matched("boxes", targets, indices)
+
+
+def _of_matched(key: str, targets: Labels, indices: Any) -> Tensor:
+    """Return the boxes or classes that the matched queries should find, of all images together."""
+    return torch.cat([image[key][j] for image, (_, j) in zip(targets, indices, strict=True)])
 
 
 def overlap(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the IoU and GIoU (Rezatofighi et al. 2019) of boxes (..., 4) as cx, cy, w, h, which broadcast."""
-    a_low, a_high, b_low, b_high = (each[..., :2] + k * each[..., 2:] for each in (a, b) for k in (-0.5, 0.5))
+    a_low = a[..., :2] - 0.5 * a[..., 2:]
+    a_high = a[..., :2] + 0.5 * a[..., 2:]
+    b_low = b[..., :2] - 0.5 * b[..., 2:]
+    b_high = b[..., :2] + 0.5 * b[..., 2:]
     shared = (torch.minimum(a_high, b_high) - torch.maximum(a_low, b_low)).clamp(min=0).prod(-1)
     hull = (torch.maximum(a_high, b_high) - torch.minimum(a_low, b_low)).prod(-1)
     union = a[..., 2:].prod(-1) + b[..., 2:].prod(-1) - shared
@@ -196,22 +205,24 @@ class QueryLoss(Criterion):
 
     def counts(self, outputs: dict[str, Any], labels: Labels) -> Sequence[float]:
         """Return the counts (d,), of which the first are the boxes."""
-        return [sum(len(each["boxes"]) for each in labels)]
+        return [sum(len(image["boxes"]) for image in labels)]
 
     def sums(self, name: str, value: Tensor, counts: Tensor) -> Tensor:
         """Return the sums (d,) whose quotients are a loss of the library."""
-        return nn.functional.pad((value * counts[0].clamp(min=1).float())[None], (0, len(counts) - 1))
+        total = value * counts[0].clamp(min=1).float()
+        return F.pad(total[None], (0, len(counts) - 1))
 
     def forward(self, outputs: dict[str, Any], targets: Targets, size: ImageSize, /) -> tuple[Tensor, Tensor]:
         """Return the sums (t, d) and the counts (d,)."""
-        outputs = {k: v.float() if isinstance(v, Tensor) else v for k, v in outputs.items()}
+        outputs = {
+            name: value.float() if isinstance(value, Tensor) else value for name, value in outputs.items()
+        }
         rows = targets["labels"]
         labels = labels_of(rows, len(outputs[LAYERS["logits"]]))
         counts = torch.tensor(self.counts(outputs, labels), dtype=torch.float64, device=rows.device)
-        tensors = [
-            each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.is_floating_point()
-        ]
-        zero = torch.stack([each.sum() for each in tensors]).sum() * 0  # every output takes part
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        totals = [tensor.sum() for tensor in tensors if tensor.is_floating_point()]
+        zero = torch.stack(totals).sum() * 0  # every output takes part
         sums = {term: zero.expand(len(counts)) for term in self.terms}
         if torch.isfinite(zero):  # else the matching would fail, and the loss is NaN
             for name, value in self.loss(self._by_layer(outputs), labels).items():
@@ -223,17 +234,21 @@ class QueryLoss(Criterion):
         """Return the outputs as the library's loss takes them: of the last layer, the others, and the noisy copies."""
         whole = {key: outputs[name] for key, name in LAYERS.items() if name in outputs}
         encoder = {key: outputs[name] for key, name in ENCODER.items()}
-        for each in (whole, encoder):
-            each["pred_boxes"] = each["pred_boxes"].clamp(0, 1)
+        whole["pred_boxes"] = whole["pred_boxes"].clamp(0, 1)
+        encoder["pred_boxes"] = encoder["pred_boxes"].clamp(0, 1)
         layers = min(values.shape[1] for values in whole.values())
         noise = outputs.get(NOISE)
         extra = dict[str, Any]()
         if noise:
-            parts = {key: values.split(noise["dn_num_split"], 2) for key, values in whole.items()}
-            noisy, whole = ({key: part[k] for key, part in parts.items()} for k in (0, 1))
+            noisy = dict[str, Tensor]()
+            clean = dict[str, Tensor]()
+            for key, values in whole.items():
+                noisy[key], clean[key] = values.split(noise["dn_num_split"], 2)
+            whole = clean
             extra = {"dn_auxiliary_outputs": by_layer(noisy, layers), NOISE: noise}
         last = {key: whole[key][:, -1] for key in ENCODER}
-        return {**last, "auxiliary_outputs": [*by_layer(whole, layers - 1), encoder], **extra}
+        others = [*by_layer(whole, layers - 1), encoder]
+        return {**last, "auxiliary_outputs": others, **extra}
 
 
 def by_layer(values: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
@@ -244,13 +259,20 @@ def by_layer(values: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]
             "teacher_corners": values["pred_corners"][:, -1],
             "teacher_logits": values["logits"][:, -1],
         }
-    return [{**{key: each[:, k] for key, each in values.items()}, **teacher} for k in range(count)]
+    layers = []
+    for k in range(count):
+        layer = {key: of_layers[:, k] for key, of_layers in values.items()}
+        layers.append({**layer, **teacher})
+    return layers
 
 
 def labels_of(rows: Tensor, images: int) -> Labels:
     """Return the labels of each image from rows (n, 6), [image, class, cx, cy, w, h] normalised."""
-    mine = [rows[rows[:, 0] == k] for k in range(images)]
-    return [{"class_labels": each[:, 1].long(), "boxes": each[:, 2:]} for each in mine]
+    labels = []
+    for k in range(images):
+        own = rows[rows[:, 0] == k]
+        labels.append({"class_labels": own[:, 1].long(), "boxes": own[:, 2:]})
+    return labels
 
 
 def decode(model: Any, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -304,23 +326,25 @@ def load_snapshot(weights: str) -> Checkpoint:
     config = _config(folder, where)
     kind = str(config.get("model_type"))
     if kind not in SNAPSHOTS:
-        raise TrainerError(
-            f"{where}: config.json describes {kind!r}", f"use one of {', '.join(SNAPSHOTS.values())}"
-        )
+        families = ", ".join(SNAPSHOTS.values())
+        raise TrainerError(f"{where}: config.json describes {kind!r}", f"use one of {families}")
     family = SNAPSHOTS[kind]
     if not any(folder.glob("*.safetensors")):
-        pickled = next((path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt*"))), "")
-        reason = f": {pickled} is pickled, and could run code when it is loaded" if pickled else ""
+        pickled = [path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt*"))]
+        reason = f": {pickled[0]} is pickled, and could run code when it is loaded" if pickled else ""
         raise TrainerError(f"{where}: no .safetensors{reason}", "use a revision with model.safetensors")
-    how: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
-    how |= {"dtype": torch.float32, "freeze_backbone_batch_norms": False, "output_loading_info": True}
     try:
-        net, report = AutoModelForObjectDetection.from_pretrained(folder, **how)
+        net, report = AutoModelForObjectDetection.from_pretrained(
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            freeze_backbone_batch_norms=False,
+            output_loading_info=True,
+        )
     except Exception as error:  # the library raises anything on damaged files
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise TrainerError(
-            f"{where}: cannot be loaded: {type(error).__name__}: {first}", "download it again"
-        ) from None
+        raise TrainerError(f"{where}: cannot be loaded: {_first_line(error)}", "download it again") from None
     missing = sorted(key for key in report["missing_keys"] if not key.endswith("num_batches_tracked"))
     if missing:
         what = f"{where}: {len(missing)} tensors of the network are missing, the first is {missing[0]}"
@@ -352,21 +376,24 @@ def _config(folder: Path, where: str) -> dict[str, Any]:
 
 def _fetch(weights: str) -> Path:
     """Download the snapshot hf://OWNER/NAME@COMMIT, or find it in the library's cache; return its folder."""
-    found = re.fullmatch(r"([\w.-]+/[\w.-]+)@([0-9a-f]{40})", weights.removeprefix(HUB))
-    if not found:
+    address = re.fullmatch(r"([\w.-]+/[\w.-]+)@([0-9a-f]{40})", weights.removeprefix(HUB))
+    if not address:
         raise TrainerError(
             f"--weights {weights}: not {HUB}OWNER/NAME@COMMIT",
             "a branch can move, so give the commit's 40 digits, from the list of commits on the model's page",
         )
+    name, commit = address.groups()
+    files = ["config.json", "*.safetensors", "*.index.json"]
     try:
-        return Path(
-            snapshot_download(
-                found[1], revision=found[2], allow_patterns=["config.json", "*.safetensors", "*.index.json"]
-            )
-        )
+        return Path(snapshot_download(name, revision=commit, allow_patterns=files))
     except Exception as error:  # of the network, the hub and the disk
-        first = (str(error).strip().splitlines() or [""])[0]
         raise TrainerError(
-            f"--weights {weights}: cannot be downloaded: {type(error).__name__}: {first}",
+            f"--weights {weights}: cannot be downloaded: {_first_line(error)}",
             "download it on a machine with network, and give its folder: --weights FOLDER",
         ) from None
+
+
+def _first_line(error: Exception) -> str:
+    """Return the type of an error and the first line of its message."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
