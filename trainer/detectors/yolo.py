@@ -27,12 +27,25 @@ def build(cfg: ModelCfg, *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     head = model.detect
     stride = max(model.detect.strides)
     if isinstance(head, Detect):
-        loss = DetectionLoss(len(head.anchors), head.strides, nc, hyp, imgsz)
-        return Parts(model, loss, postprocess, stride, 2 * stride, fit=fit_anchors, decode=decode)
+        return Parts(
+            model,
+            DetectionLoss(len(head.anchors), head.strides, nc, hyp, imgsz),
+            postprocess,
+            stride,
+            least_side=2 * stride,
+            decode=decode,
+            fit=fit_anchors,
+        )
     matchings = (ONE_TO_MANY, ONE_TO_ONE) if head.is_end_to_end else (ONE_TO_MANY,)
-    aligned = AlignedLoss(head.strides, head.bins, hyp, matchings)
-    find = postprocess_end_to_end if head.is_end_to_end else postprocess
-    return Parts(model, aligned, find, stride, 2 * stride, close_mosaic=PLAIN_EPOCHS, decode=decode)
+    return Parts(
+        model,
+        AlignedLoss(head.strides, head.bins, hyp, matchings),
+        postprocess_end_to_end if head.is_end_to_end else postprocess,
+        stride,
+        least_side=2 * stride,
+        close_mosaic=PLAIN_EPOCHS,
+        decode=decode,
+    )
 
 
 def decode(model: Any, outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -40,7 +53,9 @@ def decode(model: Any, outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
     decoded = model.detect.decode(outputs)
     centre = decoded[..., :2]
     half = decoded[..., 2:4] / 2
-    return torch.cat((centre - half, centre + half), -1), decoded[..., 4:5] * decoded[..., 5:]
+    boxes = torch.cat((centre - half, centre + half), -1)
+    scores = decoded[..., 4:5] * decoded[..., 5:]
+    return boxes, scores
 
 
 def postprocess_end_to_end(model: Any, outputs: list[Tensor], limits: Limits) -> list[Detections]:
@@ -59,19 +74,24 @@ def select(decoded: Tensor, limits: Limits) -> list[Detections]:
     A box may be found for several classes. Score = objectness * class probability.
     """
     image, row = (decoded[..., 4] > limits.confidence).nonzero(as_tuple=True)
-    likely = decoded[image, row]
+    likely = decoded[image, row]  # (m, 5 + nc), of all images together
     scores = likely[:, 4:5] * likely[:, 5:]
     if limits.classes is not None:
         wanted = torch.zeros(scores.shape[1], dtype=scores.dtype, device=scores.device)
         wanted[list(limits.classes)] = 1
         scores = scores * wanted
-    place, cls = (scores > limits.confidence).nonzero(as_tuple=True)
-    score = scores[place, cls]
-    owner = image[place]
-    corners = torch.cat((likely[:, :2] - likely[:, 2:4] / 2, likely[:, :2] + likely[:, 2:4] / 2), 1)
-    counts = torch.bincount(owner, minlength=len(decoded)).tolist()
-    parts = (torch.split(t, counts) for t in (place, score, cls))
-    return [_suppress(corners[p], s, c, limits) for p, s, c in zip(*parts, strict=True)]
+    box, cls = (scores > limits.confidence).nonzero(as_tuple=True)
+    score = scores[box, cls]
+    centre = likely[:, :2]
+    half = likely[:, 2:4] / 2
+    corners = torch.cat((centre - half, centre + half), 1)
+    # The pairs of a box and a class are in the order of the images.
+    counts = torch.bincount(image[box], minlength=len(decoded)).tolist()
+    of_images = (torch.split(values, counts) for values in (box, score, cls))
+    detections = []
+    for own_box, own_score, own_cls in zip(*of_images, strict=True):
+        detections.append(_suppress(corners[own_box], own_score, own_cls, limits))
+    return detections
 
 
 def _suppress(boxes: Tensor, score: Tensor, cls: Tensor, limits: Limits) -> Detections:
