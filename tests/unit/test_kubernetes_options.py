@@ -179,3 +179,6 @@ def test_an_empty_setting_unsets_a_key_of_the_section():
             manifests.settings({}, {key: "x"})
     with pytest.raises(UsageError, match="spec has no keys"):
         manifests.settings({"pod": {"spec": "x"}}, {"pod.spec.a": "1"})
+    contradiction = "--set limits.memory: requests: memory 4Gi is more than its limit 2Gi"
+    with pytest.raises(UsageError, match=contradiction):
+        manifests.settings({"requests": {"memory": "4Gi"}}, {"limits.memory": "2Gi"})

@@ -126,7 +126,9 @@ def settings(listed: Mapping[str, Any], given: Mapping[str, str]) -> Mapping[str
 
 def _invalid(error: Mapping[str, Any], given: Sequence[str]) -> UsageError:
     """Return the error for a setting of the command line that pydantic refuses; `given` are the keys of all."""
-    place = ".".join(map(str, error["loc"])) or " --set ".join(given)  # settings that contradict each other have none
+    place = ".".join(map(str, error["loc"])) or " --set ".join(
+        given
+    )  # settings that contradict each other have none
     option = f"--set {place}"
     raised = error.get("ctx", {}).get("error")
     if isinstance(raised, UsageError):
