@@ -322,6 +322,7 @@ def top(
 
     The columns are cores, memory of the rank and its workers, memory in use on the host, GPU use and GPU memory, and
     a graph of recent GPU use (or CPU use, without a GPU). The agent on each node samples every 2 s.
+    Without a terminal, the table is printed once.
     """
     from rich.console import Group
     from rich.live import Live
