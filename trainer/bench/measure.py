@@ -25,7 +25,8 @@ from trainer.engine.trainer import Trainer
 from trainer.errors import TrainerError
 
 SECONDS = 5.0  # of steps, if their number is not given
-FEWEST, MOST = 4, 500  # limits of the number of these steps
+FEWEST = 4  # limits of the number of these steps
+MOST = 500
 ENDLESS = 1_000_000  # epochs
 
 
@@ -81,22 +82,27 @@ def measure(settings: Settings, ranks: int, effort: Effort, run: Runner = run_he
 
     Raises NoMemory if a rank runs out of memory, and TrainerError for any other failure. Ctrl-C stops the ranks.
     """
-    return Measurement(**run(request_of("measure", settings, **dataclasses.asdict(effort)), ranks))
+    request = request_of("measure", settings, **dataclasses.asdict(effort))
+    return Measurement(**run(request, ranks))
 
 
 def record(settings: Settings, **effort: Any) -> dict[str, Any]:
     """Run one rank of `measure`, and return the measurement of all ranks."""
-    found = time_run(start_trainer(settings, effort["threads"]), Effort(**effort))
-    ranks = comm.all_gather(found)
-    on_device = [r["device_bytes"] for r in ranks if r["device_bytes"] is not None]
+    run = start_trainer(settings, effort["threads"])
+    own = time_run(run, Effort(**effort))
+    ranks = comm.all_gather(own)
+    val_rate = own["val_images_per_s"]  # None without validation
+    if val_rate:
+        val_rate = sum(rank["val_images_per_s"] for rank in ranks)
+    on_device = [rank["device_bytes"] for rank in ranks if rank["device_bytes"] is not None]
     return {
-        **found,
-        "val_counted": sum(r["val_counted"] for r in ranks),
-        "val_images_per_s": found["val_images_per_s"] and sum(r["val_images_per_s"] for r in ranks),
+        **own,
+        "val_counted": sum(rank["val_counted"] for rank in ranks),
+        "val_images_per_s": val_rate,
         "device_bytes": max(on_device, default=None),
-        "host_bytes": sum(r["host_bytes"] for r in ranks),
-        "data_share": sum(r["data_share"] for r in ranks) / len(ranks),
-        "sync_share": sum(r["sync_share"] for r in ranks) / len(ranks),
+        "host_bytes": sum(rank["host_bytes"] for rank in ranks),
+        "data_share": sum(rank["data_share"] for rank in ranks) / len(ranks),
+        "sync_share": sum(rank["sync_share"] for rank in ranks) / len(ranks),
     }
 
 
@@ -109,15 +115,15 @@ def start_trainer(settings: Settings, threads: int) -> Trainer:
     hyp = dataclasses.replace(settings.hyp, warmup_epochs=0.0, lr0=1e-9)
     settings = dataclasses.replace(settings, hyp=hyp, epochs=ENDLESS, unfreeze=0)
     world = comm.world_of(os.environ)
-    device = comm.pick_device(settings.device, world, several=traits_of(settings.parallel).one_process)
+    one_process = traits_of(settings.parallel).one_process
+    device = comm.pick_device(settings.device, world, several=one_process)
     torch.set_num_threads(threads)
     if device.type == "cpu":
         keep_freed_memory()
     run = Trainer(settings, world, device, Events({}))
-    if settings.batch > len(run.task.train_set):
-        raise TrainerError(
-            f"batch {settings.batch} is larger than the {len(run.task.train_set)} training images"
-        )
+    images = len(run.task.train_set)
+    if settings.batch > images:
+        raise TrainerError(f"batch {settings.batch} is larger than the {images} training images")
     start_forkserver(run.workers > 0)
     comm.join(world, device)
     run.agree_on_precision()
@@ -151,19 +157,23 @@ def time_run(run: Trainer, effort: Effort) -> dict[str, Any]:
     batches = run.timer.waiting(steps_of(run))
     ahead = PREFETCH * run.workers
     warm_up(run, batches, effort.warmup)
-    loading = None
+    loader_rate = None
     if effort.loader:
         for _ in range(1 + ahead):
             next(batches)
-        loading, *_ = _time_batches(run, batches, effort.steps, lambda _: None, 1)
+        loader_rate, *_ = _time_batches(run, batches, effort.steps, lambda _: None, 1)
     for _ in range(ahead):
         run.step(next(batches))
     rate, images, steps = _time_batches(run, batches, effort.steps, run.step, run.schedule.accumulate)
     shares = run.timer.shares()
     on_gpu = run.device.type == "cuda"
+    device = torch.cuda.get_device_name(run.device) if on_gpu else cpu_name()
+    validation = {"val_counted": 0, "val_images_per_s": None}
+    if not run.settings.noval:
+        validation = _time_validation(run, effort)
     return {
         "train_images_per_s": rate,
-        "loader_images_per_s": loading,
+        "loader_images_per_s": loader_rate,
         "images_per_step": images / steps,
         "steps": steps,
         "epoch_steps": run.train_loader.steps,
@@ -171,14 +181,10 @@ def time_run(run: Trainer, effort: Effort) -> dict[str, Any]:
         "data_share": shares["data"],
         "sync_share": shares["sync"],
         "workers": run.workers,
-        "device": torch.cuda.get_device_name(run.device) if on_gpu else cpu_name(),
+        "device": device,
         "precision": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(run.dtype, "fp32"),
         "val_images": len(run.task.val_set),
-        **(
-            _time_validation(run, effort)
-            if not run.settings.noval
-            else {"val_counted": 0, "val_images_per_s": None}
-        ),
+        **validation,
         "host_bytes": host_bytes(),
         "device_bytes": torch.cuda.max_memory_reserved(run.device) if on_gpu else None,
     }
@@ -208,8 +214,9 @@ def _time_batches(
         use(batch)
         taken += 1
         if taken == pilot and not steps:  # rank 0 decides for all ranks
-            steps_in_time = pilot * SECONDS / (comm.now(run.device) - begun)
-            wanted = comm.broadcast(_rounded_up(max(pilot, min(int(steps_in_time), MOST)), multiple))
+            steps_in_time = int(pilot * SECONDS / (comm.now(run.device) - begun))
+            own_wanted = _rounded_up(max(pilot, min(steps_in_time, MOST)), multiple)
+            wanted = comm.broadcast(own_wanted)
     return images / (comm.now(run.device) - begun), images, taken
 
 
@@ -227,15 +234,18 @@ def _time_validation(run: Trainer, effort: Effort) -> dict[str, Any]:
         for number, batch in enumerate(run.evaluator.loader, start=1):
             counted += len(batch.images)
             yield batch
-            if number == effort.steps or (
-                not effort.steps and number >= FEWEST and comm.now(run.device) - begun > SECONDS
-            ):
+            if effort.steps:
+                is_enough = number == effort.steps
+            else:
+                is_enough = number >= FEWEST and comm.now(run.device) - begun > SECONDS
+            if is_enough:
                 return
 
     comm.barrier()
     begun = comm.now(run.device)
     run.validate(counting())
-    return {"val_counted": counted, "val_images_per_s": counted / (comm.now(run.device) - begun)}
+    seconds = comm.now(run.device) - begun
+    return {"val_counted": counted, "val_images_per_s": counted / seconds}
 
 
 def cpu_name() -> str:
@@ -249,9 +259,11 @@ def cpu_name() -> str:
 
 def host_bytes() -> int:
     """Return the peak resident bytes of this process and its workers, shared pages in each; 0 without /proc."""
-    peaks = []
-    for process in (os.getpid(), *(worker.pid for worker in multiprocessing.active_children())):
+    workers = [worker.pid for worker in multiprocessing.active_children()]
+    total = 0
+    for process in (os.getpid(), *workers):
         with contextlib.suppress(OSError):  # it has exited meanwhile
-            lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
-            peaks += [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
-    return sum(peaks)
+            for line in Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines():
+                if line.startswith("VmHWM:"):
+                    total += int(line.split()[1]) * 1024
+    return total
