@@ -69,18 +69,22 @@ class Job:
     def run(self, request: Request, ranks: int) -> Any:
         """Run the first `ranks` ranks of the job, as `run_here` does. Rank 0 calls this."""
         if ranks > self.world.size:
-            raise TrainerError(
-                f"--ranks {ranks}: the job has only {self.world.size}", "launch it with more nodes or GPUs"
-            )
+            what = f"--ranks {ranks}: the job has only {self.world.size}"
+            raise TrainerError(what, "launch it with more nodes or GPUs")
         self._number += 1
         self._store.set(f"request/{self._number}", json.dumps([request, ranks, free_port()]))
         answer = self._run_own_rank(self._number)
         keys = [f"ended/{self._number}/{rank}" for rank in range(ranks)]
         while not self._store.check(keys):
             time.sleep(0.05)
-        ended = [json.loads(self._store.get(key)) for key in keys]
-        output = [Line(rank, *line) for rank, (_, lines) in enumerate(ended) for line in lines]
-        _raise({rank: code for rank, (code, _) in enumerate(ended) if code}, output)
+        failed: dict[int, int] = {}
+        output: list[Line] = []
+        for rank, key in enumerate(keys):
+            code, lines = json.loads(self._store.get(key))
+            if code:
+                failed[rank] = code
+            output += [Line(rank, *line) for line in lines]
+        _raise(failed, output)
         return answer
 
     def follow(self) -> None:
@@ -112,21 +116,30 @@ class Job:
         world = self.world
         if world.rank >= ranks:
             return None
-        local_size = min(world.local_size, ranks - (world.rank - world.local_rank))
-        values: dict[str, Any] = {
-            "RANK": world.rank,
-            "LOCAL_RANK": world.local_rank,
-            "GROUP_RANK": world.node,
-        }
-        values |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": local_size}
-        values |= {"MASTER_ADDR": os.environ["MASTER_ADDR"], "MASTER_PORT": port}
-        own = {name: str(value) for name, value in values.items()} if ranks > 1 else {}
+        first_on_node = world.rank - world.local_rank
+        local_size = min(world.local_size, ranks - first_on_node)
+        variables = {}
+        if ranks > 1:
+            variables = {
+                "RANK": str(world.rank),
+                "LOCAL_RANK": str(world.local_rank),
+                "GROUP_RANK": str(world.node),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(local_size),
+                "MASTER_ADDR": os.environ["MASTER_ADDR"],
+                "MASTER_PORT": str(port),
+            }
         failure = f"failed/{number}"
-        failed, output, answer = _run(request, [own], lambda: bool(self._store.check([failure])))
+
+        def peer_failed() -> bool:
+            return bool(self._store.check([failure]))
+
+        failed, output, answer = _run(request, [variables], peer_failed)
         if failed:
             self._store.set(failure, "")
+        code = failed.get(0, 0)  # of the only rank that runs here
         lines = [(line.stderr, line.text) for line in output[-LINES:]]
-        self._store.set(f"ended/{number}/{world.rank}", json.dumps([failed.get(0, 0), lines]))
+        self._store.set(f"ended/{number}/{world.rank}", json.dumps([code, lines]))
         return answer
 
 
@@ -136,23 +149,24 @@ def _run(
     peer_failed: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[int, int], list[Line], Any]:
     """Run the ranks; return the exit codes of failed ranks, the output, and rank 0's answer."""
-    kept = {
-        k: v for k, v in os.environ.items() if not k.startswith("CLUSTER_") or k == contract.NODES_ON_HOST
-    }
+    kept = {}
+    for name, value in os.environ.items():
+        is_of_job = name.startswith("CLUSTER_") and name != contract.NODES_ON_HOST
+        if not is_of_job:
+            kept[name] = value
     # With a job id, a rank writes its error as an event. The number of threads sets the order of sums.
     environment = {**kept, contract.JOB_ID: "bench", "OMP_NUM_THREADS": str(request["threads"])}
     output: list[Line] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        file = Path(folder) / "request.json"
-        answer = Path(folder) / "answer.pt"
-        file.write_text(json.dumps(request), encoding="utf-8")
-        command = ["bench", "rank", str(file), str(answer)]
+        request_file = Path(folder) / "request.json"
+        answer_file = Path(folder) / "answer.pt"
+        request_file.write_text(json.dumps(request), encoding="utf-8")
+        command = ["bench", "rank", str(request_file), str(answer_file)]
         failed = run_ranks(command, rank_environments, environment, output.append, peer_failed=peer_failed)
-        return (
-            failed,
-            output,
-            torch.load(answer, weights_only=True) if answer.exists() and not failed else None,
-        )
+        answer = None
+        if answer_file.exists() and not failed:
+            answer = torch.load(answer_file, weights_only=True)
+        return failed, output, answer
 
 
 def _raise(failed: Mapping[int, int], output: Sequence[Line]) -> None:
@@ -160,4 +174,6 @@ def _raise(failed: Mapping[int, int], output: Sequence[Line]) -> None:
         raise NoMemory(f"{OUT_OF_MEMORY}, probably: the system killed a rank")
     if failed:
         error = rank_error(failed, output)
-        raise NoMemory(error.message, error.hint) if error.message.startswith(OUT_OF_MEMORY) else error
+        if error.message.startswith(OUT_OF_MEMORY):
+            raise NoMemory(error.message, error.hint)
+        raise error
