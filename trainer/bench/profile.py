@@ -40,8 +40,9 @@ def record(settings: Settings, threads: int, steps: int, warmup: int, trace: str
 
     def updates_after(later: int) -> bool:
         """Whether the step `later` steps after the next one updates the weights."""
-        ends = (run.state.step + later + 1) % run.train_loader.steps == 0
-        return ends or (run.global_step + later - run.state.last_move) % run.schedule.accumulate == 0
+        ends_epoch = (run.state.step + later + 1) % run.train_loader.steps == 0
+        accumulated = run.global_step + later - run.state.last_move
+        return ends_epoch or accumulated % run.schedule.accumulate == 0
 
     # Use up the prefetched batches too. Then continue until the last profiled step updates the weights: steps of
     # gradient accumulation have no optimizer step and no all-reduce.
@@ -51,10 +52,11 @@ def record(settings: Settings, threads: int, steps: int, warmup: int, trace: str
     while not updates_after(steps - 1):
         run.step(next(batches))
     on_gpu = run.device.type == "cuda"
+    activities = [ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(ProfilerActivity.CUDA)
     comm.barrier()
-    with torch.profiler.profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * on_gpu)]
-    ) as profiler:
+    with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(steps):
             with record_function("step"):
                 with record_function("loading"):
