@@ -5,7 +5,7 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trainer import contract
 from trainer.bench.measure import Measurement
@@ -32,7 +32,7 @@ class Point:
     parallel: str = DEFAULT_STRATEGY
 
     def __str__(self) -> str:
-        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         return f"{self.parallel}, {ranks}, batch {self.step_batch}, {self.precision}"
 
     @property
@@ -66,34 +66,36 @@ def points_of(
 ) -> list[Point]:
     """Return all combinations, those of a series in sequence; a single rank has one point for all strategies."""
     for option, values in (("--batch", batches), ("--ranks", ranks)):
-        if not values or min(values) < 1 or len(set(values)) < len(values):
+        are_distinct = len(set(values)) == len(values)
+        if not values or min(values) < 1 or not are_distinct:
             raise TrainerError(f"{option} {','.join(map(str, values))}: expected distinct numbers, 1 or more")
     if strong and min(batches) < max(ranks):
         raise TrainerError(
             f"--batch {min(batches)} with --strong: fewer images per step than the {max(ranks)} ranks",
             "with --strong, --batch counts the images of all ranks together",
         )
-    for option, names, known in (
-        ("--precision", precisions, PRECISIONS),
-        ("--parallel", strategies, PARALLEL),
-    ):
-        for name in names:
-            if name not in known:
-                raise TrainerError(
-                    f"{option} {name}: unknown", f"use {', '.join(known)}, separated by commas"
-                )
-    series = itertools.product(precisions, sorted(batches), sorted(ranks))
-    return [
-        Point(batch, count, precision, strong, name)
-        for precision, batch, count in series
-        for name in (strategies if count > 1 else (DEFAULT_STRATEGY,))
-    ]
+    _check_known("--precision", precisions, PRECISIONS)
+    _check_known("--parallel", strategies, PARALLEL)
+    points = []
+    for precision, batch, count in itertools.product(precisions, sorted(batches), sorted(ranks)):
+        names = strategies if count > 1 else [DEFAULT_STRATEGY]
+        for strategy in names:
+            points.append(Point(batch, count, precision, strong, strategy))
+    return points
+
+
+def _check_known(option: str, names: Sequence[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise TrainerError(f"{option} {name}: unknown", f"use {', '.join(known)}, separated by commas")
 
 
 def settings_at(settings: Settings, point: Point) -> Settings:
     """Return `settings` with the values of the point, and defaults for the options that only other strategies have."""
-    others = [traits.options for name, traits in STRATEGIES.items() if name != point.parallel]
-    defaults = {option: getattr(Settings, option) for options in others for option in options}
+    defaults: dict[str, Any] = {}
+    for name, traits in STRATEGIES.items():
+        if name != point.parallel:
+            defaults |= {option: getattr(Settings, option) for option in traits.options}
     return replace(
         settings,
         **defaults,
@@ -116,14 +118,16 @@ def measure_rounds(
     with bar(len(points) * rounds) as move:
         try:
             for point in [*points] * rounds:
-                found = outcomes.setdefault(point, [])
-                if not any(isinstance(outcome, TrainerError) for outcome in found):
-                    move(description=f"{point}{unit}")
+                of_point = outcomes.setdefault(point, [])
+                has_failed = any(isinstance(outcome, TrainerError) for outcome in of_point)
+                if not has_failed:
+                    title = f"{point}{unit}"
+                    move(description=title)
                     is_first = not any(outcomes.values())
-                    found.append(_outcome_of(measure_one, point, f"{point}{unit}", is_first))
+                    of_point.append(_outcome_of(measure_one, point, title, is_first))
                 move(advance=1)
         except KeyboardInterrupt:
-            return {point: found for point, found in outcomes.items() if found}, False
+            return {point: measured for point, measured in outcomes.items() if measured}, False
     return outcomes, True
 
 
@@ -146,21 +150,21 @@ def _outcome_of(measure_one: Callable[[P], Measurement], point: P, title: str, i
 def rows_of(outcomes: Mapping[Point, Sequence[Outcome]]) -> list[Row]:
     """Return a row for each point, in their order."""
     rows: list[Row] = []
-    for point, found in outcomes.items():
-        failure = next((error.message for error in found if isinstance(error, TrainerError)), "")
+    for point, of_point in outcomes.items():
+        failure = next((error.message for error in of_point if isinstance(error, TrainerError)), "")
         if failure:
             rows.append(Row(point, None, failure))
             continue
-        rounds = [m for m in found if isinstance(m, Measurement)]
-        base = min(
-            (other for other in outcomes if other.series == point.series), key=lambda other: other.ranks
-        )
-        ratios = [
-            mine.train_images_per_s / first.train_images_per_s
-            for mine, first in zip(rounds, outcomes[base], strict=False)
-            if isinstance(first, Measurement)
-        ]
+        rounds = [outcome for outcome in of_point if isinstance(outcome, Measurement)]
+        series = [other for other in outcomes if other.series == point.series]
+        base = min(series, key=lambda other: other.ranks)
+        ratios = []
+        for mine, first in zip(rounds, outcomes[base], strict=False):
+            if isinstance(first, Measurement):
+                ratios.append(mine.train_images_per_s / first.train_images_per_s)
         gain = statistics.median(ratios) if ratios else None
-        middle = sorted(rounds, key=lambda m: m.train_images_per_s)[(len(rounds) - 1) // 2]
-        rows.append(Row(point, middle, "", gain, gain and gain * base.ranks / point.ranks))
+        efficiency = None if gain is None else gain * base.ranks / point.ranks
+        by_rate = sorted(rounds, key=lambda measured: measured.train_images_per_s)
+        middle = by_rate[(len(by_rate) - 1) // 2]
+        rows.append(Row(point, middle, "", gain, efficiency))
     return rows
