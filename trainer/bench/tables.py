@@ -26,17 +26,17 @@ Curves = dict[str, dict[int, float]]  # label -> x -> gain
 
 def markdown(header: Cells, rows: Iterable[Cells], left: int = 0) -> str:
     """Return a table of right-aligned columns, except the first `left` ones."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[k]) for line in lines) for k in range(len(header))]
-    rule = ["-" * (w + 2) if k < left else "-" * (w + 1) + ":" for k, w in enumerate(widths)]
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    rule = ["-" * (width + 2) if k < left else "-" * (width + 1) + ":" for k, width in enumerate(widths)]
 
-    def padded(line: Cells) -> str:
-        cells = [
-            c.ljust(w) if k < left else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True))
-        ]
+    def padded(row: Cells) -> str:
+        cells = []
+        for k, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.ljust(width) if k < left else cell.rjust(width))
         return "| " + " | ".join(cells) + " |"
 
-    return "\n".join([padded(lines[0]), "|" + "|".join(rule) + "|", *map(padded, lines[1:])])
+    return "\n".join([padded(header), "|" + "|".join(rule) + "|", *map(padded, rows)])
 
 
 def clock(seconds: float) -> str:
@@ -44,12 +44,24 @@ def clock(seconds: float) -> str:
     if seconds < 59.95:
         return f"0:{seconds:04.1f}"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    if minutes < 60:
+        return f"{minutes}:{rest:02}"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
 
 
-def _train_epoch(m: Measurement) -> str:
+def _train_epoch(measured: Measurement) -> str:
     """Format the time of an epoch's training, with ~ if it is extrapolated."""
-    return "~" * (m.steps < m.epoch_steps) + clock(m.train_epoch_s)
+    about = "~" if measured.steps < measured.epoch_steps else ""
+    return about + clock(measured.train_epoch_s)
+
+
+def _val_epoch(measured: Measurement) -> str:
+    """Format the time of an epoch's validation, with ~ if it is extrapolated."""
+    if measured.val_epoch_s is None:
+        return "-"
+    about = "~" if measured.val_counted < measured.val_images else ""
+    return about + clock(measured.val_epoch_s)
 
 
 def _gigabytes(count: int) -> str:
@@ -66,23 +78,23 @@ def _short(failure: str) -> str:
 
 def unit_of(rows: Sequence[Row]) -> str:
     """Return the name of a rank: GPU, or rank on a CPU."""
-    return "GPU" if any(row.measured and row.measured.device_bytes is not None for row in rows) else "rank"
+    measured = [row.measured for row in rows if row.measured]
+    return "GPU" if any(one.device_bytes is not None for one in measured) else "rank"
 
 
 def yolov5_table(rows: Sequence[Row]) -> str:
     """Return the table of YOLOv5's multi-GPU page: an epoch on 1x, 2x, 4x, 8x; batch-size is over all ranks."""
     unit = unit_of(rows)
-    header = [f"{unit}s", "batch-size", "CUDA_mem (GB)" if unit == "GPU" else "host_mem (GB)", "train", "val"]
+    memory = "CUDA_mem (GB)" if unit == "GPU" else "host_mem (GB)"
+    header = [f"{unit}s", "batch-size", memory, "train", "val"]
     lines = []
     for row in rows:
-        m = row.measured
-        cells = ["-", _short(row.failure), "-"]
-        if m:
-            memory = m.host_bytes if m.device_bytes is None else m.device_bytes
-            val = (
-                "-" if m.val_epoch_s is None else "~" * (m.val_counted < m.val_images) + clock(m.val_epoch_s)
-            )
-            cells = [_gigabytes(memory), _train_epoch(m), val]
+        measured = row.measured
+        if measured:
+            bytes_used = measured.host_bytes if measured.device_bytes is None else measured.device_bytes
+            cells = [_gigabytes(bytes_used), _train_epoch(measured), _val_epoch(measured)]
+        else:
+            cells = ["-", _short(row.failure), "-"]
         lines.append([f"{row.point.ranks}x", str(row.point.step_batch), *cells])
     return markdown(header, lines)
 
@@ -91,7 +103,7 @@ def thread_table(rows: Sequence[Row]) -> str:
     """Return the table of the fast.ai thread: an epoch's time by batch size per rank, and the gain."""
     unit = unit_of(rows)
     counts = sorted({row.point.ranks for row in rows})
-    titles = [f"{count} {unit}{'s' if unit == 'rank' and count > 1 else ''}" for count in counts]
+    titles = [f"{count} ranks" if unit == "rank" and count > 1 else f"{count} {unit}" for count in counts]
     header = ["bs", titles[0]]
     for title in titles[1:]:
         header += [title, "gain"]
@@ -101,11 +113,15 @@ def thread_table(rows: Sequence[Row]) -> str:
         line = [str(series[0])]
         for count in counts:
             row = by_point.get((series, count))
-            line.append(
-                "-" if not row else _train_epoch(row.measured) if row.measured else _short(row.failure)
-            )
+            if not row:
+                line.append("-")
+            elif row.measured:
+                line.append(_train_epoch(row.measured))
+            else:
+                line.append(_short(row.failure))
             if count > counts[0]:
-                line.append(_optional(row.gain if row else None, ".2f"))
+                gain = row.gain if row else None
+                line.append(_optional(gain, ".2f"))
         lines.append(line)
     return markdown(header, lines)
 
@@ -114,53 +130,48 @@ def detail_table(rows: Sequence[Row]) -> str:
     """Return the table of each point's rates, memory and time shares."""
     unit = unit_of(rows)
     has_strategies = len({row.point.parallel for row in rows}) > 1
-    header = [
-        *(["strategy"] if has_strategies else []),
-        f"{unit}s",
-        "batch",
-        "precision",
-        "train images/s",
-        "val images/s",
-    ]
-    header += [
-        "gain",
-        "efficiency",
-        *(["GPU GB"] if unit == "GPU" else []),
-        "host GB",
-        "loading",
-        "communication",
-    ]
+    header = ["strategy"] if has_strategies else []
+    header += [f"{unit}s", "batch", "precision", "train images/s", "val images/s", "gain", "efficiency"]
+    header += ["GPU GB"] if unit == "GPU" else []
+    header += ["host GB", "loading", "communication"]
     lines = []
     for row in rows:
-        p = row.point
-        m = row.measured
-        cells = [p.parallel] if has_strategies else []
-        cells += [str(p.ranks), str(p.step_batch), m.precision if m else p.precision]
-        if not m:
-            lines.append([*cells, _short(row.failure), *["-"] * (len(header) - len(cells) - 1)])
+        point = row.point
+        measured = row.measured
+        precision = measured.precision if measured else point.precision
+        cells = [point.parallel] if has_strategies else []
+        cells += [str(point.ranks), str(point.step_batch), precision]
+        if not measured:
+            cells.append(_short(row.failure))
+            empty = len(header) - len(cells)
+            lines.append([*cells, *["-"] * empty])
             continue
-        cells += [f"{m.train_images_per_s:.1f}", _optional(m.val_images_per_s, ".1f")]
+        cells += [f"{measured.train_images_per_s:.1f}", _optional(measured.val_images_per_s, ".1f")]
         cells += [_optional(row.gain, ".2f"), _optional(row.efficiency, ".0%")]
-        cells += [] if m.device_bytes is None else [_gigabytes(m.device_bytes)]
-        communication = None if p.parallel in UNTIMED else m.sync_share
-        lines.append(
-            [*cells, _gigabytes(m.host_bytes), f"{m.data_share:.0%}", _optional(communication, ".0%")]
-        )
+        cells += [] if measured.device_bytes is None else [_gigabytes(measured.device_bytes)]
+        communication = None if point.parallel in UNTIMED else measured.sync_share
+        cells += [_gigabytes(measured.host_bytes), f"{measured.data_share:.0%}"]
+        cells.append(_optional(communication, ".0%"))
+        lines.append(cells)
     return markdown(header, lines)
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
     """Return the notes of the tables: extrapolations and failures."""
-    done = [(row.point, row.measured) for row in rows if row.measured]
+    measurements = [row.measured for row in rows if row.measured]
+    strategies = {row.point.parallel for row in rows if row.measured}
     notes = []
-    if some := sorted({point.parallel for point, _ in done} & set(UNTIMED)):
-        notes.append(f"{', '.join(some)}: communication is not timed separately and counts as computation")
-    if steps := sorted({m.steps for _, m in done if m.steps < m.epoch_steps}):
+    untimed = sorted(strategies & set(UNTIMED))
+    if untimed:
+        notes.append(f"{', '.join(untimed)}: communication is not timed separately and counts as computation")
+    steps = sorted({measured.steps for measured in measurements if measured.steps < measured.epoch_steps})
+    if steps:
         notes.append(f"~ train: extrapolated from {_span(steps)} steps")
-    part = [m for _, m in done if m.val_epoch_s is not None and m.val_counted < m.val_images]
-    if part:
-        counted = sorted({m.val_counted for m in part})
-        notes.append(f"~ val: extrapolated from {_span(counted)} of {part[0].val_images} images")
+    validated = [measured for measured in measurements if measured.val_epoch_s is not None]
+    partial = [measured for measured in validated if measured.val_counted < measured.val_images]
+    if partial:
+        counted = sorted({measured.val_counted for measured in partial})
+        notes.append(f"~ val: extrapolated from {_span(counted)} of {partial[0].val_images} images")
     for row in rows:
         if row.failure:
             strategy = "" if row.point.parallel == DEFAULT_STRATEGY else f"{row.point.parallel}, "
@@ -183,15 +194,15 @@ def workers_table(found: Mapping[int, Sequence[Measurement]]) -> str:
     base = statistics.median(m.train_images_per_s for m in first)
     rows = []
     for workers, rounds in found.items():
-        ratios = [m.train_images_per_s / b.train_images_per_s for m, b in zip(rounds, first, strict=False)]
+        of_rounds = zip(rounds, first, strict=False)
+        ratios = [mine.train_images_per_s / other.train_images_per_s for mine, other in of_rounds]
+        rate = base * statistics.median(ratios)
         loader = statistics.median(m.loader_images_per_s or 0.0 for m in rounds)
         waiting = statistics.median(m.data_share for m in rounds)
         memory = _gigabytes(max(m.host_bytes for m in rounds))
-        rate = f"{base * statistics.median(ratios):.1f}"
-        rows.append([str(workers), f"{loader:.1f}", rate, f"{waiting:.0%}", memory])
-    return markdown(
-        ["workers", "loader alone images/s", "training images/s", "waiting for data", "host GB"], rows
-    )
+        rows.append([str(workers), f"{loader:.1f}", f"{rate:.1f}", f"{waiting:.0%}", memory])
+    header = ["workers", "loader alone images/s", "training images/s", "waiting for data", "host GB"]
+    return markdown(header, rows)
 
 
 def scaling_text(rows: Sequence[Row], settings: Settings, threads: int, rounds: int) -> str:
@@ -202,16 +213,17 @@ def scaling_text(rows: Sequence[Row], settings: Settings, threads: int, rounds: 
         f"{about['device']}, {about['cores']} cores, torch {about['torch']}, {about['date']}; "
         f"{settings.data}, {settings.imgsz} px, threads of a rank: {threads}, {rounds} {many}"
     ]
-    several = len({row.point.parallel for row in rows}) > 1
+    has_strategies = len({row.point.parallel for row in rows}) > 1
     for precision, strategy in dict.fromkeys((row.point.precision, row.point.parallel) for row in rows):
-        of_all = [row for row in rows if row.point.precision == precision]
-        mine = [row for row in of_all if row.point.parallel == strategy or row.point.ranks == 1]
-        computed = next((row.measured.precision for row in mine if row.measured), precision)
-        kind = f"{computed}, {strategy}" if several else computed
-        parts += [f"An epoch, {kind}:", yolov5_table(mine)]
-        if len({row.point.ranks for row in mine}) > 1:
-            whose = "of all ranks together" if mine[0].point.strong else f"of each {unit_of(mine)}"
-            parts += [f"An epoch's training by batch size ({whose}), {kind}:", thread_table(mine)]
+        of_precision = [row for row in rows if row.point.precision == precision]
+        # The point of a single rank belongs to every strategy.
+        of_both = [row for row in of_precision if row.point.parallel == strategy or row.point.ranks == 1]
+        computed = next((row.measured.precision for row in of_both if row.measured), precision)
+        kind = f"{computed}, {strategy}" if has_strategies else computed
+        parts += [f"An epoch, {kind}:", yolov5_table(of_both)]
+        if len({row.point.ranks for row in of_both}) > 1:
+            whose = "of all ranks together" if of_both[0].point.strong else f"of each {unit_of(of_both)}"
+            parts += [f"An epoch's training by batch size ({whose}), {kind}:", thread_table(of_both)]
     parts += ["Where it goes:", detail_table(rows), *notes_of(rows)]
     return "\n\n".join(parts)
 
@@ -229,16 +241,16 @@ def machine(rows: Sequence[Row]) -> dict[str, Any]:
 
 def values_of(row: Row) -> dict[str, Any]:
     """Return a row as plain values for CSV and JSON; None if it has no value."""
-    p = row.point
-    m = row.measured
+    point = row.point
+    measured = row.measured
     return {
-        "parallel": p.parallel,
-        "ranks": p.ranks,
-        "batch": p.step_batch,
-        **{field.name: getattr(m, field.name, None) for field in dataclasses.fields(Measurement)},
-        "precision": m.precision if m else p.precision,
-        "train_epoch_s": m and m.train_epoch_s,
-        "val_epoch_s": m and m.val_epoch_s,
+        "parallel": point.parallel,
+        "ranks": point.ranks,
+        "batch": point.step_batch,
+        **{field.name: getattr(measured, field.name, None) for field in dataclasses.fields(Measurement)},
+        "precision": measured.precision if measured else point.precision,
+        "train_epoch_s": measured.train_epoch_s if measured else None,
+        "val_epoch_s": measured.val_epoch_s if measured else None,
         "gain": row.gain,
         "efficiency": row.efficiency,
         "failure": row.failure,
@@ -250,9 +262,9 @@ def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
     out = io.StringIO()
     table = csv.DictWriter(out, list(records[0]), lineterminator="\n")
     table.writeheader()
-    table.writerows(
-        {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in record.items()} for record in records
-    )
+    for record in records:
+        cells = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in record.items()}
+        table.writerow(cells)
     return out.getvalue()
 
 
@@ -278,13 +290,15 @@ def plot_scaling(rows: Sequence[Row], path: Path) -> None:
     unit = unit_of(rows)
     chart = figure(11, 4.2)
     left, right = chart.subplots(1, 2)
-    counts, batches = (sorted({getattr(row.point, key) for row in rows}) for key in ("ranks", "batch"))
-    left.plot(counts, [n / counts[0] for n in counts], color=GREY, linestyle="--", label="ideal")
+    counts = sorted({row.point.ranks for row in rows})
+    batches = sorted({row.point.batch for row in rows})
+    ideal = [count / counts[0] for count in counts]
+    left.plot(counts, ideal, color=GREY, linestyle="--", label="ideal")
     for axes, curves in zip((left, right), curves_of(rows), strict=True):
         for k, (label, gains) in enumerate(curves.items()):
-            x = sorted(gains)
+            numbers = sorted(gains)  # of ranks, or batch sizes
             style = {"color": COLOURS[k % len(COLOURS)], "marker": "o", "markersize": 4, "linewidth": 1.8}
-            axes.plot(x, [gains[each] for each in x], label=label, **style)
+            axes.plot(numbers, [gains[number] for number in numbers], label=label, **style)
     whose = "" if rows[0].point.strong else f" of each {unit}"
     style_axes(left, "speed-up", f"{unit}s", f"images/s over {counts[0]} {unit}")
     style_axes(right, "gain by batch size", f"batch size{whose}", f"images/s over {counts[0]} {unit}")
