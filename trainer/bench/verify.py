@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ def verify(
     """
     if steps < 1:
         raise TrainerError(f"--steps must be 1 or more, not {steps}")
-    if not counts or any(not 1 <= count <= settings.batch for count in counts):
+    are_in_range = all(1 <= count <= settings.batch for count in counts)
+    if not counts or not are_in_range:
         raise TrainerError(
             f"--ranks {','.join(map(str, counts))}: each must be from 1 to --batch {settings.batch}",
             "--batch counts the images of all ranks together",
@@ -56,12 +58,13 @@ def verify(
         if count == 1:  # a pipeline of one stage; and there is nothing to shard
             parallel = DEFAULT_STRATEGY if traits_of(own.parallel).shards_weights else own.parallel
             own = dataclasses.replace(own, stages=0, parallel=parallel)
-        runs.append(run_here(request_of("verify", own, threads, steps=steps, wide=wide), count))
-    return [
-        compare(count, step, mine, first)
-        for count, run in zip(counts, runs, strict=True)
-        for step, (mine, first) in enumerate(zip(run, runs[0], strict=True), start=1)
-    ]
+        request = request_of("verify", own, threads, steps=steps, wide=wide)
+        runs.append(run_here(request, count))
+    differences = []
+    for count, run in zip(counts, runs, strict=True):
+        for step, (mine, first) in enumerate(zip(run, runs[0], strict=True), start=1):
+            differences.append(compare(count, step, mine, first))
+    return differences
 
 
 def compare(ranks: int, step: int, mine: Step, first: Step) -> Difference:
@@ -70,8 +73,10 @@ def compare(ranks: int, step: int, mine: Step, first: Step) -> Difference:
     off = mine["gradient"] - first["gradient"]
 
     def relative(difference: float, whole: float) -> float:
-        share = abs(difference) / whole if whole else float("inf") if difference else 0.0
-        return share if share == share else float("inf")
+        if not difference and not whole:
+            return 0.0
+        share = abs(difference) / whole if whole else math.inf
+        return math.inf if math.isnan(share) else share
 
     return Difference(
         ranks=ranks,
@@ -107,9 +112,10 @@ def record(settings: Settings, steps: int, wide: bool, threads: int) -> list[Ste
         # Reduced over the ranks; clipping is undone.
         grads = {name: p.grad for name, p in training.local_model.named_parameters() if p.grad is not None}
         whole = training.strategy.gather(grads)
-        flat = [whole[name].flatten() for group in training.update.groups for name in group if name in whole]
-        unclipped = (training.update.grad_norm.double().cpu() / settings.hyp.clip_norm).clamp(min=1)
-        gradients.append(torch.cat(flat).double().cpu() * unclipped)
+        names = [name for group in training.update.groups for name in group]
+        flat = torch.cat([whole[name].flatten() for name in names if name in whole])
+        clipped_by = (training.update.grad_norm.double().cpu() / settings.hyp.clip_norm).clamp(min=1)
+        gradients.append(flat.double().cpu() * clipped_by)
 
     training.update.optimizer.register_step_pre_hook(record_gradient)
     training.local_model.train()
