@@ -26,7 +26,8 @@ _UNBOUNDED = (-np.inf, np.inf, -np.inf, np.inf)
 _NO_MASK = -1
 # Rows and columns of a program: two pixels per thread, so that a GPU has room for many threads.
 _BLOCK = (8, 32)
-_INTERPRETED_BLOCK = 64, 64  # the interpreter's time is that of the operations, however many pixels they have
+# The interpreter's time is that of the operations, however many pixels they have.
+_INTERPRETED_BLOCK = (64, 64)
 
 Box = tuple[int, int, int, int]  # x1, x2, y1, y2
 
@@ -56,13 +57,15 @@ class Painting(BatchData):
 
     def to(self, device: torch.device) -> "Painting":
         """Return the same painting on a device; from pinned memory the host does not wait."""
-        pixels, table = (each.to(device, non_blocking=True) for each in (self.pixels, self.table))
+        pixels = self.pixels.to(device, non_blocking=True)
+        table = self.table.to(device, non_blocking=True)
         return replace(self, pixels=pixels, table=table)
 
     def tables(self) -> list[Tensor]:
         """Return ranges, places, changes, maps and masks, as views of `table`."""
-        sizes = [24 * self.images, 24 * self.layers, 56 * self.images, 84 * self.layers]
-        parts = torch.split(self.table, [*sizes, len(self.table) - sum(sizes)])
+        sizes = [24 * self.images, 24 * self.layers, 56 * self.images, 84 * self.layers]  # bytes
+        mask_bytes = len(self.table) - sum(sizes)
+        parts = torch.split(self.table, [*sizes, mask_bytes])
         kinds = (torch.int64, torch.int64, torch.float32, torch.float32, torch.uint8)
         return [part.view(kind) for part, kind in zip(parts, kinds, strict=True)]
 
@@ -136,7 +139,8 @@ def pack(
     uploads = None
     if resident:
         layers = [layer for recipe in recipes for scene in recipe.scenes for layer in scene]
-        uploads = resident.uploads(dict.fromkeys(layer.tile.index for layer in layers), number, image_of)
+        sources = dict.fromkeys(layer.tile.index for layer in layers)
+        uploads = resident.uploads(sources, number, image_of)
     packer = _Packer(shape, image_of, resident)
     ranges = []
     for recipe in recipes:
@@ -153,9 +157,10 @@ def pack(
         np.array(packer.maps, np.float32),
         *packer.masks,
     ]
-    table = empty_images((sum(each.nbytes for each in tables),))
-    np.concatenate([each.reshape(-1).view(np.uint8) for each in tables], out=table.numpy())
-    return Painting(shape, len(recipes), len(packer.maps), packer.pool(), table, uploads)
+    in_bytes = [table.reshape(-1).view(np.uint8) for table in tables]
+    packed = empty_images((sum(map(len, in_bytes)),))
+    np.concatenate(in_bytes, out=packed.numpy())
+    return Painting(shape, len(recipes), len(packer.maps), packer.pool(), packed, uploads)
 
 
 def _changes(recipe: Recipe) -> list[float]:
@@ -184,7 +189,8 @@ def _map(layer: Layer, source: tuple[int, int], result: tuple[int, int]) -> tupl
     inverse = inverse / inverse[2, 2]
     size = source[::-1]
     sides = result[::-1]
-    (x1, y1), (x2, y2) = np.floor(layer.bounds[:2]).clip(0, sides), np.ceil(layer.bounds[2:]).clip(0, sides)
+    x1, y1 = np.floor(layer.bounds[:2]).clip(0, sides)
+    x2, y2 = np.ceil(layer.bounds[2:]).clip(0, sides)
     corners = np.array([(x1, y1, 1), (x2, y1, 1), (x2, y2, 1), (x1, y2, 1)]) @ inverse.T
     low = np.zeros(2)
     high = np.array(size)
@@ -211,45 +217,40 @@ class DevicePainter:
         self._is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if device.type != "cuda" and not self._is_interpreted:
             what = f"--augment-on device: the device is {device}, and the kernel that paints the images needs a GPU"
-            raise TrainerError(
-                what, "use --augment-on workers; to test, TRITON_INTERPRET=1 runs the kernel on a CPU"
-            )
+            hint = "use --augment-on workers; to test, TRITON_INTERPRET=1 runs the kernel on a CPU"
+            raise TrainerError(what, hint)
         try:
             # triton is optional, and slow to import.
             from trainer.data.augment.paint_kernel import paint_batch
 
             self._kernel: Any = paint_batch
             blank = pack([_BLANK], lambda _: np.zeros((0, 0, 3), np.uint8))
-            found = self(blank).flatten().tolist()
-        except (
-            Exception
-        ) as error:  # of any type: Triton runs a C compiler and ptxas, writes a cache, loads a driver
+            pixel = self(blank).flatten().tolist()
+        # Of any type: Triton runs a C compiler and ptxas, writes a cache, loads a driver.
+        except Exception as error:
             reason = " ".join(str(error).split())
             what = f"images cannot be painted on {device}: {type(error).__name__}: {reason}"
-            hint = (
-                "use --augment-on workers, or provide triton, a C compiler, Python's headers and a writable "
-            )
-            raise TrainerError(what, f"{hint}TRITON_CACHE_DIR") from error
-        if found != 3 * [FILL]:
-            raise TrainerError(
-                f"images cannot be painted on {device}: a blank pixel is {found}, not {3 * [FILL]}"
-            )
+            needed = "triton, a C compiler, Python's headers and a writable TRITON_CACHE_DIR"
+            raise TrainerError(what, f"use --augment-on workers, or provide {needed}") from error
+        gray = 3 * [FILL]
+        if pixel != gray:
+            raise TrainerError(f"images cannot be painted on {device}: a blank pixel is {pixel}, not {gray}")
 
     def __call__(self, painting: Painting) -> Tensor:
         """Return the images, uint8 (b, h, w, 3) on the device."""
-        p = painting.to(self.device)
-        pool = p.pixels
+        on_device = painting.to(self.device)
+        pool = on_device.pixels
         if painting.uploads and self.resident:
             self.resident.receive(painting.uploads)
             pool = self.resident.pixels
-        height, width = p.shape
-        images = torch.empty((p.images, height, width, 3), dtype=torch.uint8, device=self.device)
+        height, width = painting.shape
+        images = torch.empty((painting.images, height, width, 3), dtype=torch.uint8, device=self.device)
         rows, columns = _INTERPRETED_BLOCK if self._is_interpreted else _BLOCK
-        grid = -(-width // columns), -(-height // rows), p.images
+        grid = -(-width // columns), -(-height // rows), painting.images
         # Triton launches on the current GPU. Without contraction to fused operations, every GPU has the same rounding.
         on_gpu = self.device.type == "cuda"
         with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
-            arguments = (images, pool, *p.tables(), height, width)
+            arguments = (images, pool, *on_device.tables(), height, width)
             self._kernel[grid](*arguments, ROWS=rows, COLUMNS=columns, num_warps=4, enable_fp_fusion=False)
         return images
 
