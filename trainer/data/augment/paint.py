@@ -41,9 +41,9 @@ def _paint(out: Image, image: Image, matrix: Floats, seen: Bounds) -> None:
     if is_upright(matrix):
         _paint_upright(out, image, matrix)
         return
-    low = np.floor(seen[:2])
-    high = np.ceil(seen[2:])
-    x1, y1, x2, y2 = np.append(low, high).clip(0, np.tile(out.shape[1::-1], 2)).astype(int).tolist()
+    height, width = out.shape[:2]
+    pixels = np.append(np.floor(seen[:2]), np.ceil(seen[2:]))
+    x1, y1, x2, y2 = pixels.clip(0, (width, height, width, height)).astype(int).tolist()
     if x1 >= x2 or y1 >= y2:
         return
     m = translation(-x1 - 0.5, -y1 - 0.5) @ matrix @ translation(0.5, 0.5)  # OpenCV counts from pixel centres
@@ -57,12 +57,12 @@ def _paint(out: Image, image: Image, matrix: Floats, seen: Bounds) -> None:
 
 def _paste(out: Image, image: Image, matrix: Floats, outline: Floats) -> None:
     """Warp the part of `image` within `outline` (k, 2), in the result's pixels, into `out`."""
-    bounds = np.concatenate([outline.min(0), outline.max(0)])
-    x1, y1, x2, y2 = (int(v) for v in (*np.floor(bounds[:2]), *np.ceil(bounds[2:])))
-    x1 = max(x1, 0)
-    y1 = max(y1, 0)
-    x2 = min(x2, out.shape[1])
-    y2 = min(y2, out.shape[0])
+    left, top = np.floor(outline.min(0))
+    right, bottom = np.ceil(outline.max(0))
+    x1 = max(int(left), 0)
+    y1 = max(int(top), 0)
+    x2 = min(int(right), out.shape[1])
+    y2 = min(int(bottom), out.shape[0])
     if x1 >= x2 or y1 >= y2:
         return
     place = out[y1:y2, x1:x2]
@@ -75,7 +75,8 @@ def _paste(out: Image, image: Image, matrix: Floats, outline: Floats) -> None:
 
 def fill_outline(mask: npt.NDArray[np.uint8], outline: Floats, value: int) -> None:
     """Set the pixels of `mask` (h, w) within `outline` (k, 2) to `value`."""
-    filled = cv2.fillPoly(np.zeros(mask.shape, np.uint8), [np.rint(outline - 0.5).astype(np.int32)], 1)
+    corners = np.rint(outline - 0.5).astype(np.int32)
+    filled = cv2.fillPoly(np.zeros(mask.shape, np.uint8), [corners], 1)
     mask[filled > 0] = value
 
 
