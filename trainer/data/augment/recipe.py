@@ -63,9 +63,11 @@ class Layer:
         tile = self.tile
         if scaling := _scaling(self.canvas):
             scale_x, scale_y, x, y = scaling
-            row = [scale_x * (tile.w / width), 0, scale_x * tile.x + x]
-            return np.array([row, [0, scale_y * (tile.h / height), scale_y * tile.y + y], [0, 0, 1]])
-        return self.canvas @ (translation(tile.x, tile.y) @ np.diag([tile.w / width, tile.h / height, 1]))
+            x_row = [scale_x * (tile.w / width), 0, scale_x * tile.x + x]
+            y_row = [0, scale_y * (tile.h / height), scale_y * tile.y + y]
+            return np.array([x_row, y_row, [0, 0, 1]])
+        to_canvas = translation(tile.x, tile.y) @ np.diag([tile.w / width, tile.h / height, 1])
+        return self.canvas @ to_canvas
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,8 @@ def random_affine(
 
     `canvas` and `result` are (width, height) in pixels.
     """
-    draws = rng.random(
-        8
-    ).tolist()  # two for the perspective, angle, scale, two for the shear, two for the translation
+    # Two for the perspective, angle, scale, two for the shear, two for the translation.
+    draws = rng.random(8).tolist()
     scale = _uniform(1 - hyp.scale, 1 + hyp.scale, draws[3])
     low = 0.5 - hyp.translate
     high = 0.5 + hyp.translate
@@ -118,10 +119,9 @@ def random_affine(
     cos = scale * math.cos(angle)
     sin = scale * math.sin(angle)
     rotation = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]])
+    shear_angles = np.radians([_uniform(-hyp.shear, hyp.shear, draw) for draw in draws[4:6]])
     shear = np.eye(3)
-    shear[0, 1], shear[1, 0] = np.tan(
-        np.radians([_uniform(-hyp.shear, hyp.shear, draw) for draw in draws[4:6]])
-    )
+    shear[0, 1], shear[1, 0] = np.tan(shear_angles)
     return translation(x, y) @ shear @ rotation @ perspective @ centre, scale
 
 
@@ -138,9 +138,12 @@ def _mosaic_tiles(
     cx, cy = (_uniform(side / 2, 3 * side / 2, draw) for draw in rng.random(2).tolist())
     indices = [index, *near[rng.integers(len(near), size=3)].tolist()]
     tiles = []
-    for quarter, k in enumerate(indices[j] for j in rng.permutation(4).tolist()):
-        w, h = _fit(dataset.size(k), side)
-        tiles.append(_Tile(k, cx if quarter % 2 else cx - w, cy if quarter // 2 else cy - h, w, h))
+    for quarter, place in enumerate(rng.permutation(4).tolist()):
+        tile_index = indices[place]
+        w, h = _fit(dataset.size(tile_index), side)
+        x = cx if quarter % 2 else cx - w  # to the right of the centre, or to the left
+        y = cy if quarter // 2 else cy - h  # below the centre, or above
+        tiles.append(_Tile(tile_index, x, y, w, h))
     return tiles
 
 
@@ -154,7 +157,9 @@ def _move(matrix: Floats, points: Floats) -> Floats:
 def _scaling(matrix: Floats) -> Bounds | None:
     """Return the scales and the translation (x, y, x, y) of an upright `matrix` (3, 3), None for another one."""
     (scale_x, slant, x), (turn, scale_y, y), (bend_x, bend_y, _) = matrix.tolist()
-    return (scale_x, scale_y, x, y) if slant == turn == bend_x == bend_y == 0 < scale_x else None
+    if slant == turn == bend_x == bend_y == 0 < scale_x:
+        return scale_x, scale_y, x, y
+    return None
 
 
 def is_upright(matrix: Floats) -> bool:
@@ -170,7 +175,8 @@ def span(length: int, scale: float, origin: float, side: int) -> tuple[int, int,
     first = max(0, math.floor(-origin / scale))
     last = min(length, math.ceil((side - origin) / scale))
     start = round(first * scale + origin)
-    return first, last, start, max(start + 1, round(last * scale + origin))
+    stop = round(last * scale + origin)
+    return first, last, start, max(start + 1, stop)
 
 
 def _bounds(matrix: Floats, boxes: Floats) -> Floats:
@@ -213,11 +219,16 @@ def _with_copies(objects: _Objects, width: float, chance: float, rng: np.random.
     chosen = []
     for k, box in zip(wanted.tolist(), mirrored, strict=True):
         shared = np.minimum(boxes[:, 2:], box[2:]) - np.maximum(boxes[:, :2], box[:2])
-        if (shared.clip(0).prod(1) < _MAX_COVERED * (boxes[:, 2:] - boxes[:, :2]).prod(1)).all():
+        covered = shared.clip(0).prod(1)
+        areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
+        if (covered < _MAX_COVERED * areas).all():
             boxes = np.concatenate([boxes, box[None]])
             chosen.append(k)
     ends = np.cumsum(objects.corners)
-    copies = [objects.points[ends[k] - objects.corners[k] : ends[k]] * (-1, 1) + (width, 0) for k in chosen]
+    copies = []
+    for k in chosen:
+        outline = objects.points[ends[k] - objects.corners[k] : ends[k]]
+        copies.append(outline * (-1, 1) + (width, 0))
     return _Objects(
         np.append(objects.classes, objects.classes[chosen]),
         boxes,
@@ -250,13 +261,13 @@ def _seen_bounds(points: Floats, corners: Ints, result: Floats) -> Floats:
     high = np.where(shown, at.max(0), -np.inf)
     low = np.minimum.reduceat(low, begins)
     high = np.maximum.reduceat(high, begins)
-    for corner in (
-        np.array([(0, 0), (1, 0), (0, 1), (1, 1)]) * result
-    ):  # a corner of the result inside a polygon
+    # A corner of the result is inside a polygon if an odd number of its edges crosses the ray to the right.
+    for corner in np.array([(0, 0), (1, 0), (0, 1), (1, 1)]) * result:
         crosses = (points[:, 1] > corner[1]) != (points[following, 1] > corner[1])
         with np.errstate(divide="ignore", invalid="ignore"):
             x = points[:, 0] + (corner[1] - points[:, 1]) / edges[:, 1] * edges[:, 0]
-        inside = np.add.reduceat((crosses & (x > corner[0])).astype(np.int64), begins).reshape(-1, 1) % 2 == 1
+        is_right = (crosses & (x > corner[0])).astype(np.int64)
+        inside = np.add.reduceat(is_right, begins).reshape(-1, 1) % 2 == 1
         low = np.where(inside, np.minimum(low, corner), low)
         high = np.where(inside, np.maximum(high, corner), high)
     bounds = np.concatenate([low, high], 1).clip(0, np.tile(result, 2))
@@ -270,15 +281,15 @@ def _labels_in(objects: _Objects, matrix: Floats, scale: float, result: tuple[fl
     """
     whole = objects.boxes[:, 2:] - objects.boxes[:, :2]
     rows = np.empty((len(whole), 5))
-    rows[:, 0], seen = objects.classes, rows[:, 1:]
+    rows[:, 0] = objects.classes
+    seen = rows[:, 1:]
     np.maximum(_bounds(matrix, objects.boxes), 0, out=seen)
     np.minimum(seen, np.array([*result, *result]), out=seen)
     least: Floats | float = _MIN_AREA_SHARE * scale**2
     if len(objects.points):
         outlined = objects.corners > 0
-        seen[outlined] = _seen_bounds(
-            _move(matrix, objects.points), objects.corners[outlined], np.array(result)
-        )
+        points = _move(matrix, objects.points)
+        seen[outlined] = _seen_bounds(points, objects.corners[outlined], np.array(result))
         least = np.where(outlined, _MIN_OUTLINE_SHARE, _MIN_AREA_SHARE) * scale**2
     sides = seen[:, 2:] - seen[:, :2]
     w, h = sides.T
@@ -308,7 +319,8 @@ def _scene(
     originals = len(objects.classes)
     if is_mosaic and hyp.copy_paste and dataset.flips and len(objects.points):
         objects = _with_copies(objects, 2 * width, hyp.copy_paste, rng)
-    seen = _bounds(matrix, np.array([(t.x, t.y, t.x + t.w, t.y + t.h) for t in tiles])).tolist()
+    frames = np.array([(t.x, t.y, t.x + t.w, t.y + t.h) for t in tiles])
+    seen = _bounds(matrix, frames).tolist()
     layers = [Layer(tile, matrix, tuple(bounds)) for tile, bounds in zip(tiles, seen, strict=True)]
     if originals < len(objects.classes):
         layers += _pasted(objects, originals, tiles, matrix, 2 * width)
@@ -344,7 +356,8 @@ def recipe_of(
     scenes = [layers]
     share = 1.0
     if hyp.mixup and rng.random() < hyp.mixup:
-        layers, more = _scene(dataset, int(near[rng.integers(len(near))]), near, hyp, rng, shape)
+        other = int(near[rng.integers(len(near))])
+        layers, more = _scene(dataset, other, near, hyp, rng, shape)
         scenes = [*scenes, layers]
         boxes = np.concatenate([boxes, more])
         share = rng.beta(32, 32)
