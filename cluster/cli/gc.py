@@ -49,7 +49,8 @@ def gc(
     failed: list[ClusterError] = []
     rows: list[FoundJob] = []
     present = []
-    supervised = JobStore().supervised()
+    records = JobStore()
+    supervised = records.supervised()
     for backend in [BACKENDS[given.backend]] if given else here:
         for where, answer in backend.jobs_on(machines, supervised).items():
             present.append(where)
@@ -68,6 +69,7 @@ def gc(
     removed = []
     for row in removable if confirmed else []:
         try:
+            _record_the_end(row, records)
             BACKENDS[row.backend].remove(machines, row)
         except ClusterError as error:
             failed.append(error)
@@ -80,6 +82,13 @@ def gc(
         out.print("no orphans on " + ", ".join(dict.fromkeys(present)))
     if failed:
         raise failed[0]
+
+
+def _record_the_end(found: FoundJob, records: JobStore) -> None:
+    """Record that a job of this machine was stopped, so that its launcher or supervisor does not restart it."""
+    for record in records:
+        if record.job.launch_id == found.launch_id:
+            records.end(record.plan.job_id, "stopped")
 
 
 def _confirm(question: str) -> bool:

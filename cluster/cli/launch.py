@@ -470,7 +470,7 @@ def secret_values(names: Sequence[str], in_file: Mapping[str, str]) -> dict[str,
     for name in names:
         if name not in values:
             hint = f"set it (export {name}=...), or put it in a file of secrets: --env-file FILE"
-            raise UsageError(f"--env {name}: {name} is not set in your environment", hint)
+            raise UsageError(f"{name}: this variable is not set in your environment", hint)
         if not values[name].isascii() and os.fsencode(values[name]).decode(errors="ignore") != values[name]:
             raise UsageError(
                 f"--env {name}: the value of {name} is not UTF-8", "encode it, for example in base64"

@@ -147,9 +147,8 @@ def launch_in_turn(
     inventory = target.inventory if job.hosts else None
     machines = inventory.machines if inventory else [this_machine(target.here.gpus)]
     if not all(machine.gpus for machine in machines):
-        raise UsageError(
-            "--wait: the job uses no GPUs", "omit --wait, or set gpus of the nodes in cluster.yaml"
-        )
+        hint = "omit --wait, or set gpus of the nodes in cluster.yaml" if inventory else "omit --wait"
+        raise UsageError("--wait: the job uses no GPUs", hint)
     starter.check_sources(job)  # before the wait, which may take hours
     until = time.time() + wait_s
     queue = GpuQueue(job.name, machines, dict if job.hosts else lambda: launcher.gpus_in_use(starter.records))

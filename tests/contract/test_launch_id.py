@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from secrets import token_hex
 
@@ -207,6 +208,22 @@ def test_stop_does_not_touch_a_job_again_that_has_ended_but_gc_finds_it(machines
         (machines.folder / "cluster.yaml").unlink()
     assert launch in gc(machines, "--yes", "--job", launch)[1]
     assert rest.wait(5) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("how", [["gc", "--yes", "--job"], ["stop", "--grace", "0s"]])
+def test_a_job_that_is_ended_by_force_is_not_restarted_and_leaves_no_folder(machines, job_name, how):
+    (machines.folder / "cluster.yaml").unlink()
+    more = ["--backend", "local", "--nodes", "2", "--max-restarts", "1", "--detach"]
+    launch = launched(machines, job_name, *more)
+    machines.wait_for(job_name, "tick 0")
+    hooks = f"clusterctl-{launch}-1-*"
+    assert len([*Path(tempfile.gettempdir()).glob(hooks)]) == 2
+    machines.expect(0, *how, job_name)
+    machines.run("wait", job_name)
+    record = JobStore(machines.folder / "records").load(job_name)
+    assert (record.outcome, record.plan.attempt) == ("stopped", 1)
+    assert not processes_of(job_name)
+    assert [*Path(tempfile.gettempdir()).glob(hooks)] == []
 
 
 @pytest.mark.parametrize("backend", ["local", "ssh"])

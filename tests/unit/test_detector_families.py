@@ -210,7 +210,7 @@ def test_a_family_without_its_package_is_one_error_with_the_command(
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(TrainerError, match="dfine-n: requires the package") as error:
         build(read_cfg("dfine-n"), nc=3, where="dfine-n", hyp=Hyp(), imgsz=64)
-    assert error.value.hint == "pip install 'clusterctl[transformers]'"
+    assert error.value.hint == "in the project folder: pip install '.[transformers]'"
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(TrainerError, match="requires the package"):
         load_weights(str(tmp_path))

@@ -30,7 +30,7 @@ def test_values_come_from_the_file_or_the_environment(monkeypatch):
     monkeypatch.setenv("A", "of the environment, which the file overrides")
     monkeypatch.delenv("NOWHERE", raising=False)
     assert secret_values(["A", "FROM_HERE"], {"A": "1"}) == {"A": "1", "FROM_HERE": "here"}
-    with pytest.raises(UsageError, match="--env NOWHERE: NOWHERE is not set in your environment"):
+    with pytest.raises(UsageError, match="NOWHERE: this variable is not set in your environment"):
         secret_values(["NOWHERE"], {})
 
 

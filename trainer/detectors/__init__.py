@@ -19,7 +19,7 @@ from trainer.models.yolo import load_cfg
 from trainer.weights import checkpoint_file
 from trainer.weights.checkpoint import Checkpoint
 
-EXTRAS = dict.fromkeys(("transformers", "huggingface_hub"), "clusterctl[transformers]")  # by package
+EXTRAS = dict.fromkeys(("transformers", "huggingface_hub"), ".[transformers]")  # by package
 
 
 @dataclass(frozen=True)
@@ -188,5 +188,5 @@ def _import(path: str, where: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
-        hint = f"pip install '{EXTRAS[error.name]}'"
+        hint = f"in the project folder: pip install '{EXTRAS[error.name]}'"
         raise TrainerError(f"{where}: requires the package {error.name}", hint) from None

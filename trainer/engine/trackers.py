@@ -20,7 +20,10 @@ from trainer.config import Settings
 from trainer.errors import TrainerError
 
 _PROJECT = "trainer"
-_HINT = "its packages: pip install 'clusterctl[track]' or [trackio]; its address and account are environment variables"
+_HINT = (
+    "in the project folder: pip install '.[track]' (or '.[trackio]'); the tracker's address and account are "
+    "environment variables"
+)
 Row = Mapping[str, float]
 
 

@@ -423,7 +423,9 @@ def main(arguments: list[str]) -> int:
             remove_earlier_files(settings)
         status = Status(settings)
         log = Log(settings)
-        hooks = tempfile.mkdtemp(prefix="clusterctl-")
+        # stop.sh removes the folder of an agent that it kills, by this name.
+        launch = os.environ.get("CLUSTER_LAUNCH_ID", "none")
+        hooks = tempfile.mkdtemp(prefix="clusterctl-{}-{}-".format(launch, settings.attempt))
         with open(os.path.join(hooks, "sitecustomize.py"), "wb") as file:
             file.write(pkgutil.get_data(__package__, "sitecustomize.py") or b"")  # also from an archive
     except OSError as error:
