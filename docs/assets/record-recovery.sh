@@ -5,7 +5,7 @@ set -eu
 name=recording
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-command="clusterctl launch --nodes 2 --gpus 1"
+command="clusterctl launch --nodes 2 --gpus 2"
 rm -rf "runs/$name" "${XDG_STATE_HOME:-$HOME/.local/state}/clusterctl/jobs/$name.json"
 # shellcheck disable=SC2086  # several words
 .venv/bin/$command --backend compose --device cpu --name "$name" >"$log" 2>&1 &
