@@ -32,7 +32,9 @@ gpu_facts() {
 command -v rsync > /dev/null || echo "no_rsync"
 [ -z "$run_dir" ] || can_write "$run_dir" 2>/dev/null || echo "run_dir $run_dir$(belongs "$run_dir")"
 if [ -z "$engine" ]; then
-    "$python" -c "import importlib.util as u, sys; sys.exit(not u.find_spec('torch'))" 2>/dev/null || echo torch
+    if ! command -v "$python" >/dev/null; then echo no_python
+    else "$python" -c "import importlib.util as u, sys; sys.exit(not u.find_spec('torch'))" 2>/dev/null || echo torch
+    fi
 elif ! command -v "$engine" >/dev/null; then echo "no_runtime $engine"
 elif ! why=$("$engine" version --format '{{.Server.Version}}' 2>&1 >/dev/null); then echo "engine ${why##*$'\n'}"
 elif ! id=$("$engine" image inspect --format '{{.Id}} {{.Architecture}}' "$image" 2>/dev/null); then echo no_image

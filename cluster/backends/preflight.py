@@ -70,6 +70,9 @@ def problems(plan: Plan, machine: Machine, report: Sequence[str]) -> list[UsageE
         elif word == "prologue":
             why = text
             hint = "correct --prologue, or prologue in the job file or cluster.yaml"
+        elif word == "no_python":
+            why = f"there is no program {python} to run the node with"
+            hint = f"name a Python interpreter of {where}: --python PATH"
         elif word == "torch" and plan.job.says_ready:
             why = f"{python} has no torch, so it cannot run a node"
             hint = "in a clone of the repository: pip install '.[trainer]'"

@@ -232,6 +232,14 @@ def test_a_second_launch_of_the_same_job_gets_a_number(clusterctl):
         assert clusterctl.run("wait", name)[0] == 0
 
 
+@pytest.mark.parametrize("program", [["--command", f"{TICKS} --ticks 1"], []])
+def test_an_interpreter_that_does_not_exist_is_found_before_the_launch(clusterctl, program):
+    missing = clusterctl.folder / "none/bin/python"
+    has = f"there is no program {missing} to run the node with"
+    clusterctl.expect(2, *LOCAL, *program, "--python", str(missing), has=has)
+    assert not (clusterctl.folder / "runs").exists()
+
+
 @pytest.mark.parametrize("records", ["records", "others"])
 def test_two_launches_at_the_same_moment_get_different_names(clusterctl, records):
     """Both have found the name free: the test's Python does not answer the preflight check before both have asked."""

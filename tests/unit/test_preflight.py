@@ -39,6 +39,7 @@ ID = "sha256:" + "1" * 64
             "b: cannot reach the master at 10.0.0.0:20000: No route",
             "doctor",
         ),
+        ("no_python", "b: there is no program python3", "--python PATH"),
         ("no_rsync", "b: rsync is not installed", "apt-get install rsync"),
     ],
 )
