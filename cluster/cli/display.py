@@ -88,13 +88,19 @@ def node_table(
 
 
 def progress_line(last: Progress, width: int) -> RenderableType:
-    """Format the progress: `epoch 7/12  ━━━━━━  62 %   loss 1.830   214 images/s   epoch ends in 0:06`."""
+    """Format the progress: `epoch 7/12  ━━━━━━  62 %   loss 1.830   214 images/s   epoch ends in 0:06`.
+
+    There is no bar where the line would not fit into the columns of the terminal, `width`.
+    """
     text = progress.describe(last)
     percent = "" if text.percent is None else f"{text.percent:3d} %"
-    words = "   ".join(filter(None, (percent, text.loss, text.speed, text.time_left)))
-    bar = ProgressBar(total=100, completed=text.percent or 0, width=max(10, min(40, width - 92)))
+    words = [*filter(None, (percent, text.loss, text.speed, text.time_left))]
+    after_bar = "   ".join(words)
+    length = max(10, min(40, width - 92))
+    if len(text.epoch) + 2 + length + 2 + len(after_bar) > width:
+        return Text("  ".join([text.epoch, *words]))
     line = Table.grid(padding=(0, 2, 0, 0))
-    line.add_row(text.epoch, bar, words)
+    line.add_row(text.epoch, ProgressBar(total=100, completed=text.percent or 0, width=length), after_bar)
     return line
 
 

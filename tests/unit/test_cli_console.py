@@ -1,3 +1,4 @@
+import io
 import re
 import time
 from dataclasses import replace
@@ -6,6 +7,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from cluster.agent.app.node_agent.events import Progress
 from cluster.backends import BACKENDS
 from cluster.cli import display, main
 from cluster.cli.console import console, print_line, print_log_line
@@ -25,6 +27,19 @@ HOSTILE = (
 def is_harmless(text: str) -> bool:
     """Return whether a terminal would only show a text, apart from the colours that clusterctl itself prints."""
     return not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", re.sub(r"\x1b\[[\d;]*m", "", text))
+
+
+@pytest.mark.parametrize(("width", "has_bar"), [(80, False), (100, True), (140, True)])
+def test_the_progress_of_a_job_fits_into_one_line(width: int, has_bar: bool) -> None:
+    """80 columns are what a new terminal has."""
+    last = Progress("progress", epoch=7, epochs=300, step=62, steps=100, loss=1.83, images_per_s=214)
+    out = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    out.print(display.progress_line(replace(last, eta_s=33, run_eta_s=5263), width))
+    (line,) = out.file.getvalue().splitlines()
+    assert "epoch 7/300" in line
+    assert "62 %" in line
+    assert line.endswith("epoch ends in 0:33, run in 1:27:43")
+    assert ("━" in line) == has_bar
 
 
 def test_a_table_in_a_pipe_has_a_line_for_each_row(
