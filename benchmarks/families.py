@@ -315,6 +315,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", default="fp32,bf16", help="fp32, bf16 or both")
     arguments = parser.parse_args()
+    if not Path(arguments.data).is_file():
+        parser.error(f"--data {arguments.data}: no such file")
     arguments.peer_python = str(Path(arguments.peer_python).absolute())
     with tempfile.TemporaryDirectory() as folder:
         (loss if arguments.part == "loss" else speed)(arguments, Path(folder))

@@ -208,6 +208,8 @@ def main() -> None:
     parser.add_argument("--imgsz", type=int, default=320)
     parser.add_argument("--images", type=int, default=4)
     arguments = parser.parse_args()
+    if not Path(arguments.data).is_file():
+        parser.error(f"--data {arguments.data}: no such file")
     batch = read_batch(arguments.data, arguments.images, arguments.imgsz)
     found = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -87,6 +87,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
+    if not Path(arguments.data).is_file():
+        parser.error(f"--data {arguments.data}: no such file")
 
     rows = []
     for network in arguments.networks:

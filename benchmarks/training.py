@@ -332,6 +332,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
+    if not Path(arguments.data).is_file():
+        parser.error(f"--data {arguments.data}: no such file")
     if arguments.part == "compare" and not arguments.peer_python:
         parser.error("compare needs --peer-python")
     if arguments.part == "roofline":

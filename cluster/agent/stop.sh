@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2154
 # Stops the job with the launch ID `launch` on this machine: its processes, then its containers in `engines` (an array), of the attempt `attempt`
 # or ("") of all. Processes get SIGTERM, which the agents forward to their ranks, and SIGKILL after `grace` seconds. The
-# agents read the seconds in the attempt's folder `folder` ("": none), so that they wait longer. Prints what remains:
-# `process PID`, `container ID`.
+# agents read the seconds in the attempt's folder `folder` ("": none), so that they wait longer. Removes the temporary folders
+# of agents that were killed. Prints what remains: `process PID`, `container ID`.
 running() {
     local pid
     for pid in $(having "CLUSTER_LAUNCH_ID=$launch"); do
