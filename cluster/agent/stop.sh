@@ -41,7 +41,7 @@ for _ in 1 2 3 4 5; do
     sleep 0.2
 done
 for pid in $left; do echo "process $pid"; done
-[ -n "$left" ] || rm -rf "${TMPDIR:-/tmp}/clusterctl-$launch-${attempt:-*}"-* # of agents that were killed
+[ -n "$left" ] || rm -rf "${TMPDIR:-/tmp}/clusterctl-$launch-${attempt:+$attempt-}"* # of agents that were killed
 for engine in "${engines[@]}"; do
     command -v "$engine" >/dev/null || continue
     listed() {

@@ -73,3 +73,19 @@ def test_a_grace_of_half_a_second_lets_a_process_end(tmp_path, monkeypatch):
         processes.stop(Machine("n0", "", ()), job, 0.5, (), timeout_s=30)
         process.wait(10)
     assert (tmp_path / "ended").exists()
+
+
+def test_the_folders_of_killed_agents_are_removed_of_one_attempt_or_of_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "reach", lambda node: LocalShell())
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    launch = f"{os.getpid():016x}"
+    for name in (f"{launch}-1-a", f"{launch}-1-b", f"{launch}-2-c", f"{launch}-12-d", "0123456789abcdef-1-e"):
+        (tmp_path / f"clusterctl-{name}").mkdir()
+
+    def left():
+        return sorted(path.name.removeprefix("clusterctl-") for path in tmp_path.iterdir())
+
+    processes.stop(Machine("n0", "", ()), launch, 0, (), timeout_s=30, attempt=1)
+    assert left() == sorted(["0123456789abcdef-1-e", f"{launch}-12-d", f"{launch}-2-c"])
+    processes.stop(Machine("n0", "", ()), launch, 0, (), timeout_s=30)
+    assert left() == ["0123456789abcdef-1-e"]
