@@ -69,7 +69,8 @@ def gc(
     removed = []
     for row in removable if confirmed else []:
         try:
-            _record_the_end(row, records)
+            if job:  # others that are removed have no supervisor
+                _record_the_end(row, records)
             BACKENDS[row.backend].remove(machines, row)
         except ClusterError as error:
             failed.append(error)
@@ -85,9 +86,13 @@ def gc(
 
 
 def _record_the_end(found: FoundJob, records: JobStore) -> None:
-    """Record that a job of this machine was stopped, so that its launcher or supervisor does not restart it."""
+    """Record that a job of this machine was stopped, so that its launcher or supervisor does not restart it.
+
+    A node reports the name and the launch ID. Both must be the record's, so that no node can end the record of another
+    job than the one that was named.
+    """
     for record in records:
-        if record.job.launch_id == found.launch_id:
+        if (record.plan.job_id, record.job.launch_id) == (found.job, found.launch_id):
             records.end(record.plan.job_id, "stopped")
 
 

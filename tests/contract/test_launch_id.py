@@ -153,6 +153,17 @@ def test_of_several_launches_with_a_name_gc_removes_each_by_its_id(machines, pla
     assert (first.wait(5), second.poll()) == (-signal.SIGTERM, None)
 
 
+def test_gc_of_a_job_does_not_end_the_record_of_another_one_whose_id_a_node_reports(
+    machines, planted, job_name
+):
+    launch = launched(machines, job_name, "--backend", "ssh", "--nodes", "1", "--detach")
+    machines.wait_for(job_name, "tick 0")
+    planted(f"{job_name}-x", launch, "ssh")
+    machines.run("gc", "--only", "node-2", "--job", f"{job_name}-x", "--yes")
+    assert JobStore(machines.folder / "records").load(job_name).outcome != "stopped"
+    machines.expect(0, "stop", job_name, "--grace", "0s")
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="starts a process of another user")
 def test_root_does_not_remove_what_another_user_has_started(machines, planted, job_name):
     """A plain `gc` does not even list it. With its name it is listed, because it may be what is meant."""
