@@ -206,9 +206,9 @@ def found_on(
         kind, *about = line.split(" ")
         if kind == "silent":
             silent += about
-            continue
-        launch_id, job, user = about
-        kinds.setdefault((job, launch_id, user), []).append(kind)
+        elif len(about) == 3:  # a node may print anything
+            launch_id, job, user = about
+            kinds.setdefault((job, launch_id, user), []).append(kind)
     if needs_engine and silent and kinds:
         jobs = ", ".join(sorted({job for job, _, _ in kinds}))
         raise UnreachableError(

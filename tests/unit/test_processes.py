@@ -4,9 +4,9 @@ import os
 import signal
 import subprocess
 
-from cluster.backends import processes
+from cluster.backends import base, processes
 from cluster.spec.model import Machine
-from cluster.transport.local import LocalShell
+from cluster.transport.local import Completed, LocalShell
 from tests.conftest import wait_until
 
 
@@ -89,3 +89,14 @@ def test_the_folders_of_killed_agents_are_removed_of_one_attempt_or_of_all(tmp_p
     assert left() == sorted(["0123456789abcdef-1-e", f"{launch}-12-d", f"{launch}-2-c"])
     processes.stop(Machine("n0", "", ()), launch, 0, (), timeout_s=30)
     assert left() == ["0123456789abcdef-1-e"]
+
+
+def test_lines_that_a_node_adds_to_what_it_has_left_are_ignored(monkeypatch):
+    class Reached:
+        def run(self, command, timeout_s):
+            out = "user 0\nprocess\nprocess a\nprocess 0123456789abcdef job 0\nsilent\nx y z w v u\n\n"
+            return Completed(0, out, "")
+
+    monkeypatch.setattr(base, "reach", lambda node: Reached())
+    (found,) = base.found_on(Machine("n0", "", ()), "ssh", ())
+    assert (found.job, found.launch_id, found.counts["processes"]) == ("job", "0123456789abcdef", 1)
