@@ -12,6 +12,8 @@ listener() {
     [ -n "$found" ] || return 0
     echo "port taken $(grep -o 'users:.*' <<< "$found" || echo "by a program of another user")"
 }
+# Whether $1 can be run. bash's `command` reads the mode bits of a path; `test` asks the kernel, which knows of more rights.
+is_program() { command -v "$1" >/dev/null || { [ -f "$1" ] && [ -x "$1" ]; }; }
 # This user's processes with the job's name, and all containers with it: an engine takes each name once.
 namesakes() {
     local pid
@@ -32,7 +34,7 @@ gpu_facts() {
 command -v rsync > /dev/null || echo "no_rsync"
 [ -z "$run_dir" ] || can_write "$run_dir" 2>/dev/null || echo "run_dir $run_dir$(belongs "$run_dir")"
 if [ -z "$engine" ]; then
-    if ! command -v "$python" >/dev/null; then echo no_python
+    if ! is_program "$python"; then echo no_python
     else "$python" -c "import importlib.util as u, sys; sys.exit(not u.find_spec('torch'))" 2>/dev/null || echo torch
     fi
 elif ! command -v "$engine" >/dev/null; then echo "no_runtime $engine"
